@@ -1,0 +1,31 @@
+"""A planner for JAX MoE models whose experts live in host memory, as Pallas GPU kernels."""
+
+from pallas_pool.config import PoolConfig
+from pallas_pool.planner import KERNELS, step
+from pallas_pool.state import (
+    Plan,
+    PoolError,
+    PoolState,
+    check_state,
+    clear_error,
+    controls,
+    init_state,
+    set_controls,
+    snapshot,
+)
+
+__all__ = [
+    "KERNELS",
+    "Plan",
+    "PoolConfig",
+    "PoolError",
+    "PoolState",
+    "check_state",
+    "clear_error",
+    "controls",
+    "init_state",
+    "set_controls",
+    "snapshot",
+    "step",
+]
+__version__ = "0.1.0"

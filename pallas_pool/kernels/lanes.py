@@ -1,0 +1,132 @@
+"""What the kernels share: masked loads and stores over lanes, the barrier, and a step's beginning."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import triton as plgpu
+
+from pallas_pool import state as s
+from pallas_pool.config import PoolConfig, saturate_int32, valid_weight
+from pallas_pool.kernels import clock as ck
+
+# A step map wider than this is copied in pieces, so that it does not have to fit in registers at once.
+MAP_TILE = 1024
+
+
+def load(ref, index, mask, other):
+    """`ref[index]` where the mask is set, `other` elsewhere."""
+    return plgpu.load(ref.at[index], mask=mask, other=jnp.asarray(other, ref.dtype))
+
+
+def store(ref, index, value, mask):
+    """`ref[index] = value` where the mask is set.
+
+    A lane that is masked off gets an index out of range: interpreted, it would write back the value
+    it found, and undo the store of an active lane with the same index.
+    """
+    value = jnp.broadcast_to(value, mask.shape).astype(ref.dtype)
+    plgpu.store(ref.at[jnp.where(mask, index, ref.shape[0])], value, mask=mask)
+
+
+def barrier(interpret: bool) -> None:
+    """All warps of the program wait here, and see each other's stores made before it."""
+    if not interpret:
+        plgpu.debug_barrier()
+
+
+def lane_ids(width: int) -> jax.Array:
+    return jnp.arange(width, dtype=jnp.int32)
+
+
+def next_power_of_two(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
+class Lanes(NamedTuple):
+    """The lanes of a step. Vectors are [W]."""
+
+    lane: jax.Array
+    safe_ids: jax.Array  # -1 for padding and invalid lanes
+    valid: jax.Array
+    key: jax.Array  # key of the lane's expert, 0 where not valid
+    any_invalid: jax.Array  # int32 scalar
+    layer_ok: jax.Array
+    base: jax.Array  # first key of the layer
+
+
+class Controls(NamedTuple):
+    """The scalars of a step, after its tick."""
+
+    clock: ck.Clock
+    forwards: ck.Clock
+    horizon: ck.Clock  # rows used before it may be victims
+    gate: jax.Array
+    may_promote: jax.Array
+    promote_limit: jax.Array
+    promote_min_misses: jax.Array
+    error: jax.Array
+
+
+def read_lanes(config: PoolConfig, layer_ref, ids_ref, weights_ref) -> Lanes:
+    """Loads and judges the lanes; those past the ids of the call are padding."""
+    layer = layer_ref[0]
+    layer_ok = (layer >= 0) & (layer < config.num_layers)
+    base = jnp.where(layer_ok, layer, 0) * config.num_experts
+    lane = lane_ids(config.width)
+    given = lane < ids_ref.shape[0]
+    ids = saturate_int32(load(ids_ref, lane, given, 0))
+    valid = (ids >= 0) & (ids < config.num_experts) & layer_ok & given
+    if weights_ref is not None:
+        valid = valid & valid_weight(load(weights_ref, lane, given, 0))
+    invalid = given & (ids != -1) & ~valid
+    return Lanes(
+        lane=lane,
+        safe_ids=jnp.where(valid, ids, -1),
+        valid=valid,
+        key=jnp.where(valid, base + ids, 0),
+        any_invalid=jnp.max(invalid.astype(jnp.int32)),
+        layer_ok=layer_ok,
+        base=base,
+    )
+
+
+def read_controls(config: PoolConfig, layer_ref, scalars_ref) -> Controls:
+    """Loads the scalars and lets the clock tick if the gate is open."""
+    gate = scalars_ref[s.GATE]
+    clock = ck.tick((scalars_ref[s.CLOCK_EPOCH], scalars_ref[s.CLOCK]), gate)
+    forwards = ck.tick(
+        (scalars_ref[s.FORWARDS_EPOCH], scalars_ref[s.FORWARDS]),
+        gate * (layer_ref[0] == 0).astype(jnp.int32),
+    )
+    interval = scalars_ref[s.PROMOTE_INTERVAL]
+    in_turn = ck.remainder(forwards, interval) == (interval > 1).astype(jnp.int32)
+    return Controls(
+        clock=clock,
+        forwards=forwards,
+        horizon=ck.minus_product(clock, scalars_ref[s.PROTECT_RECENT], config.num_layers),
+        gate=gate,
+        may_promote=(gate != 0) & in_turn,
+        promote_limit=scalars_ref[s.PROMOTE_LIMIT],
+        promote_min_misses=scalars_ref[s.PROMOTE_MIN_MISSES],
+        error=scalars_ref[s.ERROR],
+    )
+
+
+def write_scalars(scalars_ref, lanes: Lanes, controls: Controls) -> None:
+    """Stores what the step changed. A barrier must stand between `read_controls` and this."""
+    scalars_ref[s.CLOCK_EPOCH], scalars_ref[s.CLOCK] = controls.clock
+    scalars_ref[s.FORWARDS_EPOCH], scalars_ref[s.FORWARDS] = controls.forwards
+    scalars_ref[s.ERROR] = controls.error | lanes.any_invalid
+
+
+def copy_layer_map(config: PoolConfig, lanes: Lanes, key_row_ref, step_map_ref) -> None:
+    """Writes this layer's slice of `key_row` to the step map."""
+    tile = min(MAP_TILE, next_power_of_two(config.num_experts))
+    for start in range(0, config.num_experts, tile):
+        expert = start + lane_ids(tile)
+        inside = expert < config.num_experts
+        row = load(key_row_ref, lanes.base + expert, inside & lanes.layer_ok, -1)
+        store(step_map_ref, expert, row, inside)

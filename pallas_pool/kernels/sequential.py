@@ -1,0 +1,189 @@
+"""The planner body that "loop" and "masked" share: misses in order, each victim by a scan of the pool.
+
+One program of a few warps runs a step. Every warp executes every scalar load; a scalar store is made
+by one of them. So between a load and a store of one address, and between a store and a load, all
+warps must meet: each barrier below says for which addresses it stands.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_pool.config import INT32_MAX, PoolConfig
+from pallas_pool.kernels import clock as ck
+from pallas_pool.kernels import lanes as ln
+from pallas_pool.state import Plan, PoolState
+
+# Pool rows that one iteration of the victim scan looks at.
+SCAN_TILE = 2048
+
+
+class Staged(NamedTuple):
+    """What a staging suffix is written from: scalars, and the plan's refs."""
+
+    promoted_count: jax.Array
+    staged_count: jax.Array
+    plan: Plan
+
+
+def plan_step(
+    write_suffix,
+    config: PoolConfig,
+    interpret: bool,
+    layer_ref,
+    ids_ref,
+    weights_ref,
+    state: PoolState,
+    plan: Plan,
+) -> None:
+    """One step; `state` and `plan` hold refs, the state's are updated in place.
+
+    Args:
+      write_suffix: writes the staged part of the copy list behind the promotions, and the staged
+        experts over the step map. The one place where the kernels differ.
+    """
+    lanes = ln.read_lanes(config, layer_ref, ids_ref, weights_ref)
+    controls = ln.read_controls(config, layer_ref, state.scalars)
+    rows, lane = config.rows, lanes.lane
+    clock, gate_open = controls.clock, controls.gate != 0
+
+    row = ln.load(state.key_row, lanes.key, lanes.valid, -1)
+    hit = lanes.valid & (row >= 0) & (row < rows)
+    missed = lanes.valid & ~hit
+    misses = ln.load(state.miss_count, lanes.key, missed, 0)
+    misses = jnp.minimum(misses, INT32_MAX - controls.gate) + controls.gate
+    ln.store(state.row_used, row, clock[1], hit & gate_open)
+    ln.store(state.row_epoch, row, clock[0], hit & gate_open)
+    wants_row = missed & controls.may_promote & (misses >= controls.promote_min_misses)
+
+    everywhere = lane >= 0
+    ln.store(plan.safe_ids, lane, lanes.safe_ids, everywhere)
+    for ref in (plan.copy_src, plan.copy_dst, plan.staged_expert, plan.staged_row):
+        ln.store(ref, lane, -1, everywhere)
+    # safe_ids, row_used and row_epoch were stored above and are loaded in the loop; the -1 of the
+    # lists must not land after the entries; key_row was loaded above and is stored in the loop.
+    ln.barrier(interpret)
+
+    def place_miss(carry):
+        """Gives the first expert that has no row yet a pool row or a staging row."""
+        first, routes, promoted, staged = carry
+        expert = plan.safe_ids[first]
+        wants = jnp.max((wants_row & (lane == first)).astype(jnp.int32)) != 0
+        in_limit = (controls.promote_limit == 0) | (promoted < controls.promote_limit)
+
+        def try_promote():
+            victim, old_enough = _oldest_row(config, state, controls)
+            # The scan loaded row_used and row_epoch, and the next line row_key: no warp may store to
+            # them before all have loaded.
+            old_key = state.row_key[victim]
+            ln.barrier(interpret)
+
+            def promote():
+                key = lanes.base + expert
+                state.key_row[old_key] = jnp.full((), -1, jnp.int32)
+                state.key_row[key] = victim
+                state.row_key[victim] = key
+                state.row_used[victim] = clock[1]
+                state.row_epoch[victim] = clock[0]
+                plan.copy_src[promoted] = expert
+                plan.copy_dst[promoted] = victim
+                return victim
+
+            def keep():
+                return victim - victim - 1
+
+            placed = lax.cond(old_enough, promote, keep)
+            # The next scan, and the copy of the layer's map, load what was stored here.
+            ln.barrier(interpret)
+            return placed
+
+        def do_not():
+            return first - first - 1
+
+        victim = lax.cond(wants & in_limit, try_promote, do_not)
+
+        def stage():
+            plan.staged_expert[staged] = expert
+            plan.staged_row[staged] = rows + staged
+            return rows + staged
+
+        place = lax.cond(victim < 0, stage, lambda: victim + 0)
+        is_staged = (victim < 0).astype(jnp.int32)
+        routes = jnp.where(lanes.safe_ids == expert, place, routes)
+        return _first_without_row(lanes, routes), routes, promoted + 1 - is_staged, staged + is_staged
+
+    routes = jnp.where(hit, row, -1)
+    zero = controls.gate - controls.gate
+    _, routes, promoted, staged = lax.while_loop(
+        lambda carry: carry[0] < config.width,
+        place_miss,
+        (_first_without_row(lanes, routes), routes, zero, zero),
+    )
+
+    ln.store(plan.routes, lane, routes, everywhere)
+    # Lanes of one expert store the same count. A promoted expert starts again at no misses.
+    misses = jnp.where(routes < rows, 0, misses)
+    ln.store(state.miss_count, lanes.key, misses, missed & gate_open)
+    ln.copy_layer_map(config, lanes, state.key_row, plan.step_map)
+    plan.promoted_count[0] = promoted
+    plan.staged_count[0] = staged
+    plan.copy_count[0] = promoted + staged
+    # The suffix loads the staged lists, stored in the loop, and stores over the step map. The scalars
+    # were loaded at the start, by all warps, and are stored now.
+    ln.barrier(interpret)
+    write_suffix(config, Staged(promoted, staged, plan))
+    ln.write_scalars(state.scalars, lanes, controls)
+
+
+def _first_without_row(lanes: ln.Lanes, routes: jax.Array) -> jax.Array:
+    width = lanes.lane.shape[0]
+    return jnp.min(jnp.where(lanes.valid & (routes < 0), lanes.lane, width))
+
+
+def _oldest_row(
+    config: PoolConfig, state: PoolState, controls: ln.Controls
+) -> tuple[jax.Array, jax.Array]:
+    """The pool row with the smallest (row_used, row), and whether it may be a victim."""
+    tile = min(SCAN_TILE, ln.next_power_of_two(config.rows))
+    tiles = -(-config.rows // tile)
+    offset = ln.lane_ids(tile)
+
+    def scan(with_epochs: bool):
+        """Keeps the oldest row of each offset in a tile; strictly older ones alone replace it, so it
+        is the first of its age."""
+
+        def look(i, oldest):
+            epoch, used, row = oldest
+            new_row = i * tile + offset
+            inside = new_row < config.rows
+            new_used = ln.load(state.row_used, new_row, inside, INT32_MAX)
+            if with_epochs:
+                new_epoch = ln.load(state.row_epoch, new_row, inside, INT32_MAX)
+                older = ck.before((new_epoch, new_used), (epoch, used))
+                epoch = jnp.where(older, new_epoch, epoch)
+            else:
+                older = new_used < used
+            return epoch, jnp.where(older, new_used, used), jnp.where(older, new_row, row)
+
+        none = jnp.full(tile, INT32_MAX, jnp.int32)
+        epoch, used, row = lax.fori_loop(
+            jnp.int32(0), jnp.int32(tiles), look, (none, none, offset)
+        )
+        if with_epochs:
+            least_epoch = jnp.min(epoch)
+            used = jnp.where(epoch == least_epoch, used, INT32_MAX)
+            row = jnp.where(epoch == least_epoch, row, INT32_MAX)
+        else:
+            least_epoch = controls.clock[0]
+        least = jnp.min(used)
+        return least_epoch, least, jnp.min(jnp.where(used == least, row, INT32_MAX))
+
+    # Before the clock's first 2**31 steps have passed, every epoch is 0 and need not be loaded.
+    epoch, used, row = lax.cond(
+        controls.clock[0] > 0, lambda: scan(with_epochs=True), lambda: scan(with_epochs=False)
+    )
+    return row, ck.before((epoch, used), controls.horizon)
