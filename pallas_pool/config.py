@@ -44,6 +44,8 @@ class PoolConfig:
         sum is the number of pool rows R, at least 1.
       staging_rows: rows S, at least 1, that follow the pool in the bank and serve one step only.
       width: lanes W, a power of two from 1 to 1024: the most (token, top-k) pairs of one step.
+      step_map: whether a plan holds the step map. A consumer that uses the routes alone saves its
+        cost by leaving it out.
     """
 
     num_layers: int
@@ -51,6 +53,7 @@ class PoolConfig:
     rows_per_layer: int | tuple[int, ...]
     staging_rows: int
     width: int
+    step_map: bool = True
 
     def __post_init__(self):
         def put(name, value):
@@ -88,6 +91,8 @@ class PoolConfig:
         put("width", check_int("width", self.width, 1, MAX_WIDTH))
         if self.width & (self.width - 1):
             raise ValueError(f"width must be a power of two, got {self.width}")
+        if not isinstance(self.step_map, bool):
+            raise TypeError(f"step_map must be True or False, got {self.step_map!r}")
 
     @property
     def layer_rows(self) -> tuple[int, ...]:

@@ -83,25 +83,32 @@ def _step(config, kernel, interpret, layer, ids, weights, state):
 
 
 def _call(config, kernel, interpret, layer, ids, weights, state) -> tuple[Plan, PoolState]:
-    body, num_warps = KERNELS[kernel]
+    body, num_warps, scratch_words = KERNELS[kernel]
     shapes = plan_shapes(config)
 
-    def planner(layer_ref, ids_ref, weights_ref, state_in, plan_refs, state_refs):
+    def planner(layer_ref, ids_ref, weights_ref, state_in, plan_refs, state_refs, scratch_ref):
         del state_in  # Aliased to state_refs, which hold the state before the step, then after it.
-        body(config, interpret, layer_ref, ids_ref, weights_ref, state_refs, plan_refs)
+        body(config, interpret, layer_ref, ids_ref, weights_ref, state_refs, plan_refs, scratch_ref)
 
     planner.__name__ = f"pool_step_{kernel}"
     # A kernel's scalars are arrays of one element; the reshape below costs nothing.
-    plan_out = Plan(*(jax.ShapeDtypeStruct(shape or (1,), jnp.int32) for shape in shapes))
+    plan_out = Plan(
+        *(None if shape is None else jax.ShapeDtypeStruct(shape or (1,), jnp.int32) for shape in shapes)
+    )
     state_out = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
+    words = scratch_words(config)
+    scratch_out = jax.ShapeDtypeStruct((words,), jnp.int32) if words else None
     first_in = 2 if weights is None else 3
-    first_out, arrays = len(plan_out), len(jax.tree.leaves(state))
-    plan, state = pl.pallas_call(
+    first_out, arrays = len(jax.tree.leaves(plan_out)), len(jax.tree.leaves(state))
+    plan, state, _ = pl.pallas_call(
         planner,
-        out_shape=(plan_out, state_out),
+        out_shape=(plan_out, state_out, scratch_out),
         input_output_aliases={first_in + i: first_out + i for i in range(arrays)},
         compiler_params=plgpu.CompilerParams(num_warps=num_warps(config.width), num_stages=1),
         interpret=interpret,
         name=planner.__name__,
     )(layer.reshape(1), ids, weights, state)
-    return Plan(*(x.reshape(shape) for x, shape in zip(plan, shapes, strict=True))), state
+    plan = Plan(
+        *(x if shape is None else x.reshape(shape) for x, shape in zip(plan, shapes, strict=True))
+    )
+    return plan, state

@@ -30,6 +30,15 @@ PROTECT_RECENT = 8
 ERROR = 9
 NUM_SCALARS = 16
 
+# Indices into PoolState.queue, see there.
+QUEUE_HEAD = 0
+QUEUE_TAIL = 1
+QUEUE_EPOCH = 2
+QUEUE_USED = 3
+QUEUE_ROW = 4
+QUEUE_ROWS = 8
+QUEUE_SIZE = 512
+
 # Each control: its index in `scalars`, and the least and the largest value allowed.
 CONTROLS = {
     "gate": (GATE, 0, 1),
@@ -44,10 +53,13 @@ class PoolError(RuntimeError):
     """A broken invariant of a pool's state, or a routing error that its steps recorded."""
 
 
-@jax.tree_util.register_dataclass
+@jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True)
 class PoolState:
     """The tables of a pool, all int32; every step updates them, in place where they are donated.
+
+    A pytree of arrays. The queue belongs to the tables beside it: a state that is made of other
+    tables, by the constructor or by `dataclasses.replace`, starts with an empty one.
 
     Attributes:
       key_row: [L*E] key -> bank row, -1 if the expert is not resident.
@@ -56,6 +68,10 @@ class PoolState:
       row_epoch: [R] the same, high word: 0 during the first 2**31 steps.
       miss_count: [L*E] misses of a key since it was last resident; stays at 2**31-1 once there.
       scalars: [16] clock, forwards, controls and error, at the indices named in this module.
+      queue: [8+512] the next victims, for the fused kernel alone, which fills it from the tables when
+        it is empty: head, tail, the bound (epoch, used, row), and from index 8 on pool rows. All pool
+        rows that were used before the bound (the lower row first, where the clock ties) stand in
+        [head, tail), oldest first; any other row there was used since, and is passed over.
     """
 
     key_row: jax.Array
@@ -64,6 +80,29 @@ class PoolState:
     row_epoch: jax.Array
     miss_count: jax.Array
     scalars: jax.Array
+    queue: jax.Array = dataclasses.field(init=False)
+
+    def __post_init__(self):
+        object.__setattr__(self, "queue", jnp.zeros(QUEUE_ROWS + QUEUE_SIZE, jnp.int32))
+
+    def with_scalars(self, scalars: jax.Array) -> PoolState:
+        """The state with other controls or another error; the tables' order, and so the queue, stay."""
+        return self.tree_unflatten(
+            None, [scalars if name == "scalars" else getattr(self, name) for name in STATE_FIELDS]
+        )
+
+    def tree_flatten_with_keys(self):
+        return [(jax.tree_util.GetAttrKey(f), getattr(self, f)) for f in STATE_FIELDS], None
+
+    @classmethod
+    def tree_unflatten(cls, aux, children):
+        state = object.__new__(cls)
+        for name, child in zip(STATE_FIELDS, children, strict=True):
+            object.__setattr__(state, name, child)
+        return state
+
+
+STATE_FIELDS = tuple(field.name for field in dataclasses.fields(PoolState))
 
 
 class Plan(NamedTuple):
@@ -80,7 +119,8 @@ class Plan(NamedTuple):
       staged_count: [] experts that got a staging row, for this step only.
       staged_expert: [W] the staged experts; -1 from staged_count on.
       staged_row: [W] the staging row of each.
-      step_map: [E] this layer's experts -> bank row for this step, staged experts included.
+      step_map: [E] this layer's experts -> bank row for this step, staged experts included; None
+        where the config leaves it out.
     """
 
     routes: jax.Array
@@ -92,11 +132,11 @@ class Plan(NamedTuple):
     staged_count: jax.Array
     staged_expert: jax.Array
     staged_row: jax.Array
-    step_map: jax.Array
+    step_map: jax.Array | None
 
 
 def plan_shapes(config: PoolConfig) -> Plan:
-    """Shapes of the plan's fields."""
+    """Shapes of the plan's fields; None for a field that the config leaves out."""
     lanes, scalar = (config.width,), ()
     return Plan(
         routes=lanes,
@@ -108,7 +148,7 @@ def plan_shapes(config: PoolConfig) -> Plan:
         staged_count=scalar,
         staged_expert=lanes,
         staged_row=lanes,
-        step_map=(config.num_experts,),
+        step_map=(config.num_experts,) if config.step_map else None,
     )
 
 
@@ -121,6 +161,7 @@ def state_shapes(config: PoolConfig) -> dict[str, tuple[int, ...]]:
         "row_epoch": (config.rows,),
         "miss_count": (config.keys,),
         "scalars": (NUM_SCALARS,),
+        "queue": (QUEUE_ROWS + QUEUE_SIZE,),
     }
 
 
@@ -216,7 +257,7 @@ def set_controls(
         return state
     index = np.array(list(values), np.int32)
     scalars = state.scalars.at[index].set(np.array(list(values.values()), np.int32))
-    return dataclasses.replace(state, scalars=scalars)
+    return state.with_scalars(scalars)
 
 
 def controls(state: PoolState) -> dict[str, int]:
@@ -227,7 +268,7 @@ def controls(state: PoolState) -> dict[str, int]:
 
 def clear_error(state: PoolState) -> PoolState:
     """Returns the state with the sticky routing error cleared."""
-    return dataclasses.replace(state, scalars=state.scalars.at[ERROR].set(0))
+    return state.with_scalars(state.scalars.at[ERROR].set(0))
 
 
 def _wide(epoch: Any, word: Any) -> Any:
@@ -317,9 +358,29 @@ def check_state(config: PoolConfig, state: PoolState) -> None:
         raise PoolError(f"forwards = {forwards}: more than the clock {clock}")
     resident_misses = (key_row != -1) & (host.miss_count != 0)
     refuse("miss_count", resident_misses, "misses of a resident expert")
+    _check_queue(config, host, tables["row_used"])
     if host.scalars[ERROR] != 0:
         raise PoolError(
             "a step saw an invalid lane (an id outside [0, E) other than -1, a layer outside "
             "[0, L), or a weight that is NaN, infinite or negative) and treated it as padding; "
             "clear_error(state) forgets it"
+        )
+
+
+def _check_queue(config: PoolConfig, host: PoolState, row_used: np.ndarray) -> None:
+    head, tail = int(host.queue[QUEUE_HEAD]), int(host.queue[QUEUE_TAIL])
+    if not 0 <= head <= tail <= QUEUE_SIZE:
+        raise PoolError(f"queue: head {head}, tail {tail} are not 0 <= head <= tail <= {QUEUE_SIZE}")
+    queued = host.queue[QUEUE_ROWS + head : QUEUE_ROWS + tail]
+    if ((queued < 0) | (queued >= config.rows)).any():
+        raise PoolError(f"queue: an entry is no pool row in [0, {config.rows})")
+    bound = _wide(int(host.queue[QUEUE_EPOCH]), int(host.queue[QUEUE_USED]))
+    row = np.arange(config.rows)
+    is_older = (row_used < bound) | ((row_used == bound) & (row < host.queue[QUEUE_ROW]))
+    older = row[is_older]
+    expected = older[np.lexsort((older, row_used[older]))]
+    if not np.array_equal(queued[is_older[queued]], expected):
+        raise PoolError(
+            f"queue: its entries older than its bound {bound} are not the pool rows older than it, "
+            "oldest first; a state made anew from the tables starts with an empty queue"
         )

@@ -203,6 +203,7 @@ def step(
     lane = jnp.arange(width, dtype=jnp.int32)
     suffix = jnp.where(lane < plan.staged_count, plan.promoted_count + lane, width)
     plan = plan._replace(
+        step_map=plan.step_map if config.step_map else None,
         copy_src=plan.copy_src.at[suffix].set(plan.staged_expert, mode="drop"),
         copy_dst=plan.copy_dst.at[suffix].set(plan.staged_row, mode="drop"),
         copy_count=plan.promoted_count + plan.staged_count,

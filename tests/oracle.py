@@ -127,7 +127,8 @@ class Oracle:
         limit = self.clock
         if self.controls["protect_recent"]:
             limit -= self.controls["protect_recent"] * self.layers
-        used, row = min((used, row) for row, used in enumerate(self.used))
+        used = min(self.used)
+        row = self.used.index(used)  # The first of its age.
         return row if used < self.clock and used < limit else None
 
     def _plan(self, layer, ids, step_rows, promoted, staged):

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
-from pallas_pool.kernels import loop, masked
+from pallas_pool.config import PoolConfig
+from pallas_pool.kernels import fused, loop, masked, victims
 
 
 class Kernel(NamedTuple):
     """A kernel body and how it is compiled.
 
     Attributes:
-      body: `body(config, interpret, layer_ref, ids_ref, weights_ref, state, plan)`; see
+      body: `body(config, interpret, layer_ref, ids_ref, weights_ref, state, plan, scratch)`; see
         `sequential.plan_step`.
       num_warps: width -> warps of the one program that runs a step.
+      scratch_words: config -> int32 words of memory for the kernel's own use during a step.
     """
 
-    body: object
-    num_warps: object
+    body: Callable[..., None]
+    num_warps: Callable[[int], int]
+    scratch_words: Callable[[PoolConfig], int] = lambda config: 0
 
 
 KERNELS = {
+    "fused": Kernel(fused.plan_step, lambda width: 8, victims.scratch_words),
     "loop": Kernel(loop.kernel, lambda width: 4),
     "masked": Kernel(masked.kernel, lambda width: 4),
 }

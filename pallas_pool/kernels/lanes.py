@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_pool import state as s
-from pallas_pool.config import PoolConfig, saturate_int32, valid_weight
+from pallas_pool.config import INT32_MAX, PoolConfig, saturate_int32, valid_weight
 from pallas_pool.kernels import clock as ck
 
 # A step map wider than this is copied in pieces, so that it does not have to fit in registers at once.
@@ -62,55 +62,70 @@ class Controls(NamedTuple):
 
     clock: ck.Clock
     forwards: ck.Clock
-    horizon: ck.Clock  # rows used before it may be victims
     gate: jax.Array
-    may_promote: jax.Array
     promote_limit: jax.Array
+    promote_interval: jax.Array
     promote_min_misses: jax.Array
+    protect_recent: jax.Array
     error: jax.Array
 
+    def may_promote(self) -> jax.Array:
+        """Whether the gate is open and it is this forward's turn."""
+        in_turn = (self.promote_interval > 1).astype(jnp.int32)
+        return (self.gate != 0) & (ck.remainder(self.forwards, self.promote_interval) == in_turn)
 
-def read_lanes(config: PoolConfig, layer_ref, ids_ref, weights_ref) -> Lanes:
-    """Loads and judges the lanes; those past the ids of the call are padding."""
-    layer = layer_ref[0]
-    layer_ok = (layer >= 0) & (layer < config.num_layers)
-    base = jnp.where(layer_ok, layer, 0) * config.num_experts
-    lane = lane_ids(config.width)
+    def horizon(self, config: PoolConfig) -> ck.Clock:
+        """Rows used before it may be victims."""
+        return ck.minus_product(self.clock, self.protect_recent, config.num_layers)
+
+    def counted(self, misses: jax.Array) -> jax.Array:
+        """Miss counts with this step's miss, if the gate is open."""
+        return jnp.minimum(misses, INT32_MAX - self.gate) + self.gate
+
+
+def judge_ids(config: PoolConfig, ids_ref, weights_ref, lane, layer_ok):
+    """Loads the ids of some lanes: the id where it is valid, else -1, and whether the lane is invalid.
+    Lanes past the ids of the call are padding."""
     given = lane < ids_ref.shape[0]
     ids = saturate_int32(load(ids_ref, lane, given, 0))
     valid = (ids >= 0) & (ids < config.num_experts) & layer_ok & given
     if weights_ref is not None:
         valid = valid & valid_weight(load(weights_ref, lane, given, 0))
-    invalid = given & (ids != -1) & ~valid
+    return jnp.where(valid, ids, -1), given & (ids != -1) & ~valid
+
+
+def read_lanes(config: PoolConfig, layer_ref, ids_ref, weights_ref) -> Lanes:
+    """Loads and judges the lanes of the step."""
+    layer = layer_ref[0]
+    layer_ok = (layer >= 0) & (layer < config.num_layers)
+    base = jnp.where(layer_ok, layer, 0) * config.num_experts
+    lane = lane_ids(config.width)
+    safe_ids, invalid = judge_ids(config, ids_ref, weights_ref, lane, layer_ok)
     return Lanes(
         lane=lane,
-        safe_ids=jnp.where(valid, ids, -1),
-        valid=valid,
-        key=jnp.where(valid, base + ids, 0),
+        safe_ids=safe_ids,
+        valid=safe_ids >= 0,
+        key=jnp.where(safe_ids >= 0, base + safe_ids, 0),
         any_invalid=jnp.max(invalid.astype(jnp.int32)),
         layer_ok=layer_ok,
         base=base,
     )
 
 
-def read_controls(config: PoolConfig, layer_ref, scalars_ref) -> Controls:
+def read_controls(layer_ref, scalars_ref) -> Controls:
     """Loads the scalars and lets the clock tick if the gate is open."""
     gate = scalars_ref[s.GATE]
-    clock = ck.tick((scalars_ref[s.CLOCK_EPOCH], scalars_ref[s.CLOCK]), gate)
-    forwards = ck.tick(
-        (scalars_ref[s.FORWARDS_EPOCH], scalars_ref[s.FORWARDS]),
-        gate * (layer_ref[0] == 0).astype(jnp.int32),
-    )
-    interval = scalars_ref[s.PROMOTE_INTERVAL]
-    in_turn = ck.remainder(forwards, interval) == (interval > 1).astype(jnp.int32)
+    at_layer_0 = (layer_ref[0] == 0).astype(jnp.int32)
     return Controls(
-        clock=clock,
-        forwards=forwards,
-        horizon=ck.minus_product(clock, scalars_ref[s.PROTECT_RECENT], config.num_layers),
+        clock=ck.tick((scalars_ref[s.CLOCK_EPOCH], scalars_ref[s.CLOCK]), gate),
+        forwards=ck.tick(
+            (scalars_ref[s.FORWARDS_EPOCH], scalars_ref[s.FORWARDS]), gate * at_layer_0
+        ),
         gate=gate,
-        may_promote=(gate != 0) & in_turn,
         promote_limit=scalars_ref[s.PROMOTE_LIMIT],
+        promote_interval=scalars_ref[s.PROMOTE_INTERVAL],
         promote_min_misses=scalars_ref[s.PROMOTE_MIN_MISSES],
+        protect_recent=scalars_ref[s.PROTECT_RECENT],
         error=scalars_ref[s.ERROR],
     )
 

@@ -23,7 +23,7 @@ def write_suffix(config: PoolConfig, staged: Staged) -> None:
         plan.step_map[plan.staged_expert[i]] = plan.staged_row[i]
         return carry
 
-    for body in (append_copy, overlay):
+    for body in (append_copy, overlay) if config.step_map else (append_copy,):
         lax.fori_loop(jnp.int32(0), staged.staged_count, body, jnp.int32(0))
 
 

@@ -17,7 +17,8 @@ def write_suffix(config: PoolConfig, staged: Staged) -> None:
     row = load(plan.staged_row, lane, is_staged, -1)
     store(plan.copy_src, staged.promoted_count + lane, expert, is_staged)
     store(plan.copy_dst, staged.promoted_count + lane, row, is_staged)
-    store(plan.step_map, expert, row, is_staged)
+    if config.step_map:
+        store(plan.step_map, expert, row, is_staged)
 
 
 kernel = functools.partial(plan_step, write_suffix)

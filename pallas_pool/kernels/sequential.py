@@ -12,8 +12,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
 
 from pallas_pool.config import INT32_MAX, PoolConfig
+from pallas_pool.kernels import ages
 from pallas_pool.kernels import clock as ck
 from pallas_pool.kernels import lanes as ln
 from pallas_pool.state import Plan, PoolState
@@ -39,6 +42,7 @@ def plan_step(
     weights_ref,
     state: PoolState,
     plan: Plan,
+    scratch,
 ) -> None:
     """One step; `state` and `plan` hold refs, the state's are updated in place.
 
@@ -47,18 +51,17 @@ def plan_step(
         experts over the step map. The one place where the kernels differ.
     """
     lanes = ln.read_lanes(config, layer_ref, ids_ref, weights_ref)
-    controls = ln.read_controls(config, layer_ref, state.scalars)
+    controls = ln.read_controls(layer_ref, state.scalars)
     rows, lane = config.rows, lanes.lane
     clock, gate_open = controls.clock, controls.gate != 0
 
     row = ln.load(state.key_row, lanes.key, lanes.valid, -1)
     hit = lanes.valid & (row >= 0) & (row < rows)
     missed = lanes.valid & ~hit
-    misses = ln.load(state.miss_count, lanes.key, missed, 0)
-    misses = jnp.minimum(misses, INT32_MAX - controls.gate) + controls.gate
+    misses = controls.counted(ln.load(state.miss_count, lanes.key, missed, 0))
     ln.store(state.row_used, row, clock[1], hit & gate_open)
     ln.store(state.row_epoch, row, clock[0], hit & gate_open)
-    wants_row = missed & controls.may_promote & (misses >= controls.promote_min_misses)
+    wants_row = missed & controls.may_promote() & (misses >= controls.promote_min_misses)
 
     everywhere = lane >= 0
     ln.store(plan.safe_ids, lane, lanes.safe_ids, everywhere)
@@ -128,14 +131,18 @@ def plan_step(
     # Lanes of one expert store the same count. A promoted expert starts again at no misses.
     misses = jnp.where(routes < rows, 0, misses)
     ln.store(state.miss_count, lanes.key, misses, missed & gate_open)
-    ln.copy_layer_map(config, lanes, state.key_row, plan.step_map)
+    if config.step_map:
+        ln.copy_layer_map(config, lanes, state.key_row, plan.step_map)
     plan.promoted_count[0] = promoted
     plan.staged_count[0] = staged
     plan.copy_count[0] = promoted + staged
     # The suffix loads the staged lists, stored in the loop, and stores over the step map. The scalars
     # were loaded at the start, by all warps, and are stored now.
     ln.barrier(interpret)
-    write_suffix(config, Staged(promoted, staged, plan))
+    @pl.when(staged > 0)
+    def _():
+        write_suffix(config, Staged(promoted, staged, plan))
+
     ln.write_scalars(state.scalars, lanes, controls)
 
 
@@ -149,41 +156,42 @@ def _oldest_row(
 ) -> tuple[jax.Array, jax.Array]:
     """The pool row with the smallest (row_used, row), and whether it may be a victim."""
     tile = min(SCAN_TILE, ln.next_power_of_two(config.rows))
-    tiles = -(-config.rows // tile)
+    tiles = ages.tiles(config, tile)
     offset = ln.lane_ids(tile)
+    last_is_whole = config.rows % tile == 0
 
-    def scan(with_epochs: bool):
-        """Keeps the oldest row of each offset in a tile; strictly older ones alone replace it, so it
-        is the first of its age."""
+    def scan(epoch):
+        """The least word in the pool and its first row, among the rows of an epoch unless it is None.
 
-        def look(i, oldest):
-            epoch, used, row = oldest
-            new_row = i * tile + offset
-            inside = new_row < config.rows
-            new_used = ln.load(state.row_used, new_row, inside, INT32_MAX)
-            if with_epochs:
-                new_epoch = ln.load(state.row_epoch, new_row, inside, INT32_MAX)
-                older = ck.before((new_epoch, new_used), (epoch, used))
-                epoch = jnp.where(older, new_epoch, epoch)
-            else:
-                older = new_used < used
-            return epoch, jnp.where(older, new_used, used), jnp.where(older, new_row, row)
+        Each offset in a tile keeps the tile of its oldest row. The last tile comes first, so that `<=`
+        leaves the first row of its age, and finds a row as young as the initial value too. Only the
+        last tile is loaded with a mask: what lies outside is as young as can be, behind all rows.
+        """
 
-        none = jnp.full(tile, INT32_MAX, jnp.int32)
-        epoch, used, row = lax.fori_loop(
-            jnp.int32(0), jnp.int32(tiles), look, (none, none, offset)
-        )
-        if with_epochs:
-            least_epoch = jnp.min(epoch)
-            used = jnp.where(epoch == least_epoch, used, INT32_MAX)
-            row = jnp.where(epoch == least_epoch, row, INT32_MAX)
-        else:
-            least_epoch = controls.clock[0]
+        def look(tile_index, oldest, inside=None):
+            used, at = oldest
+            row = tile_index * tile + offset
+            new = plgpu.load(
+                state.row_used.at[row], mask=inside, other=None if inside is None else INT32_MAX
+            )
+            older = new <= used
+            if epoch is not None:
+                older = older & (plgpu.load(state.row_epoch.at[row], mask=inside) == epoch)
+            return jnp.where(older, new, used), jnp.where(older, tile_index, at)
+
+        oldest = (jnp.full(tile, INT32_MAX, jnp.int32), jnp.full(tile, tiles, jnp.int32))
+        last = jnp.int32(tiles - 1)
+        oldest = look(last, oldest, None if last_is_whole else last * tile + offset < config.rows)
+        used, at = lax.fori_loop(jnp.int32(1), jnp.int32(tiles), lambda i, x: look(last - i, x), oldest)
         least = jnp.min(used)
-        return least_epoch, least, jnp.min(jnp.where(used == least, row, INT32_MAX))
+        return least, jnp.min(jnp.where(used == least, at * tile + offset, INT32_MAX))
 
-    # Before the clock's first 2**31 steps have passed, every epoch is 0 and need not be loaded.
-    epoch, used, row = lax.cond(
-        controls.clock[0] > 0, lambda: scan(with_epochs=True), lambda: scan(with_epochs=False)
+    def scan_oldest_epoch():
+        epoch = ages.oldest_epoch(config, state, controls.clock, tile)
+        return epoch, *scan(epoch)
+
+    # During the clock's first 2**31 steps every epoch is 0.
+    epoch, least, row = lax.cond(
+        controls.clock[0] > 0, scan_oldest_epoch, lambda: (controls.clock[0] + 0, *scan(None))
     )
-    return row, ck.before((epoch, used), controls.horizon)
+    return row, ck.before((epoch, least), controls.horizon(config))

@@ -1,0 +1,1 @@
+"""The project's benchmark: `python bench/run.py` checks, times and reports."""

@@ -1,0 +1,1 @@
+"""Tests of the library, and what the benchmark borrows from them: the oracle."""
