@@ -237,15 +237,14 @@ def _refill(
             ones = lax.population_count(word)
             place = found + lax.cumsum(ones) - ones
 
-            def write_lowest(carry):
-                _, word, place = carry
+            def write_lowest(_, carry):
+                word, place = carry
                 bit = lax.population_count((word & -word) - 1)
                 row = (first_tile + bit) * columns + column
                 ln.store(scratch, place, row, (word != 0) & (place < size))
-                word = word & (word - 1)
-                return jnp.max((word != 0).astype(jnp.int32)) != 0, word, place + 1
+                return word & (word - 1), place + 1
 
-            lax.while_loop(lambda carry: carry[0], write_lowest, (found >= 0, word, place))
+            lax.fori_loop(jnp.int32(0), jnp.max(ones), write_lowest, (word, place))
             return found + jnp.sum(ones, dtype=jnp.int32)
 
         return lax.fori_loop(jnp.int32(0), jnp.int32(-(-words // tile)), write_tile, zero)
