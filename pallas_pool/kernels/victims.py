@@ -180,8 +180,10 @@ def _refill(
     def load_used(row, inside):
         """The words of rows, and whether they are of the oldest epoch. A row that is masked off has a
         word and a number that are below no bound."""
-        row_epoch = ages.load_epoch(state, clock, row, inside)
         used = ln.load(state.row_used, row, inside, INT32_MAX)
+        row_epoch = lax.cond(
+            clock[0] > 0, lambda: ln.load(state.row_epoch, row, inside, 0), lambda: row - row
+        )
         return used, row_epoch == epoch
 
     def choose_bound(count):
@@ -205,13 +207,11 @@ def _refill(
         tiles = min(WORD_BITS, ages.tiles(config, columns))
 
         def mark_tiles(group, i, word):
-            at = [group * WORD_BITS + i * TILES_AHEAD + t for t in range(TILES_AHEAD)]
-            row = [tile * columns + column for tile in at]
-            loaded = [load_used(r, r < config.rows) for r in row]
-            for tile, r, (used, counts) in zip(at, row, loaded, strict=True):
-                is_below = (counts & _below(used, r, *bound)).astype(jnp.int32)
-                word = word | (is_below << (tile & (WORD_BITS - 1)))
-            return word
+            bit = i * TILES_AHEAD + ln.lane_ids(TILES_AHEAD)[:, None]
+            row = (group * WORD_BITS + bit) * columns + column[None, :]
+            used, counts = load_used(row, row < config.rows)
+            is_below = (counts & _below(used, row, *bound)).astype(jnp.int32)
+            return word | jnp.sum(is_below << bit, 0, jnp.int32)
 
         def mark_group(group, carry):
             word = lax.fori_loop(
