@@ -42,8 +42,8 @@ def fields(plan, state):
 
 @functools.cache
 def comparison(config, kernel):
-    """(kernel's states, reference's states, layers, ids, weights) -> both, and unequal entries a step,
-    a field and a pool."""
+    """(kernel's states, reference's states, layers, ids, weights) -> both states, and of each step and
+    pool: unequal entries by field, promotions, staged experts."""
     step = functools.partial(pp.step, config, kernel=kernel)
     together = jax.vmap(functools.partial(reference.step, config))
 
@@ -61,7 +61,8 @@ def comparison(config, kernel):
                 fields(*got),
                 fields(*want),
             )
-            return (got[1], want[1]), unequal
+            plan = want[0]
+            return (got[1], want[1]), (unequal, plan.promoted_count, plan.staged_count)
 
         return lax.scan(turn, (states, wanted), (layers, ids, weights))
 
@@ -109,7 +110,7 @@ def long_run(kernel, config, with_weights, steps, pools, turns):
         used = clock - rng.integers(0, min(clock, 40) + 1, config.rows)
         starts.append(aged(config, clock, clock // config.num_layers, used)[0])
     states, wanted = stacked(starts), stacked(starts)
-    promoted = 0
+    promoted = staged = 0
     for call in range(-(-steps // (pools * turns))):
         controls = [random_controls(rng) for _ in range(pools)]
         states, wanted = (
@@ -117,10 +118,9 @@ def long_run(kernel, config, with_weights, steps, pools, turns):
             for x in (states, wanted)
         )
         lanes = random_lanes(config, rng, turns, pools, with_weights)
-        (states, wanted), unequal = comparison(config, kernel)(states, wanted, *lanes)
-        found = [
-            (*np.argwhere(x)[0], name) for name, x in jax.device_get(unequal).items() if x.any()
-        ]
+        (states, wanted), results = comparison(config, kernel)(states, wanted, *lanes)
+        unequal, *placed = jax.device_get(results)
+        found = [(*np.argwhere(x)[0], name) for name, x in unequal.items() if x.any()]
         if found:
             turn, pool, name = min(found)
             raise AssertionError(
@@ -130,8 +130,8 @@ def long_run(kernel, config, with_weights, steps, pools, turns):
             mine, theirs = at(states, pool), at(wanted, pool)
             assert_same(pp.snapshot(config, mine), pp.snapshot(config, theirs), kernel)
             pp.check_state(config, pp.clear_error(mine))
-        promoted += int(np.sum(np.diff(np.asarray(states.row_used), axis=1) != 0))
-    assert promoted, "the rows of no pool were used at different times: the run tested nothing"
+        promoted, staged = promoted + placed[0].sum(), staged + placed[1].sum()
+    assert promoted and staged, "a run without either tests little"
 
 
 @pytest.mark.gpu
@@ -155,8 +155,8 @@ def test_the_run_finds_a_difference(monkeypatch):
     run = comparison(config, kernel)
 
     def broken(states, *rest):
-        after, unequal = run(states, *rest)
-        return after, unequal | {"routes": unequal["routes"].at[7, 2].set(1)}
+        after, (unequal, *placed) = run(states, *rest)
+        return after, (unequal | {"routes": unequal["routes"].at[7, 2].set(1)}, *placed)
 
     monkeypatch.setitem(globals(), "comparison", lambda *_: broken)
     with pytest.raises(

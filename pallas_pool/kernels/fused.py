@@ -82,16 +82,16 @@ def _place_misses(
     leader = _first_lane(config, ids_ref, weights_ref, lanes)
     first = missed & (leader == lane)
     misses = controls.counted(misses)
-    wants = first & controls.may_promote() & (misses >= controls.promote_min_misses)
+    rules = ln.read_rules(config, controls, state.scalars)
+    wants = first & rules.may_promote & (misses >= rules.min_misses)
 
     # Two ranks in one scan: of the missed experts, and of those that want a pool row.
     packed = first.astype(jnp.int32) + (wants.astype(jnp.int32) << 16)
     ranks = lax.cumsum(packed) - packed
     total = jnp.sum(packed, dtype=jnp.int32)
     first_rank, wants_rank = ranks & 0xFFFF, ranks >> 16
-    limit = jnp.where(controls.promote_limit == 0, config.width, controls.promote_limit)
     promoted_count = victims.evict(
-        config, interpret, lanes, controls, queue, jnp.minimum(total >> 16, limit),
+        config, interpret, lanes.base, controls.clock, rules, queue, total >> 16,
         state, plan, scratch,
     )
 

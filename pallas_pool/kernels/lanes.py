@@ -58,29 +58,25 @@ class Lanes(NamedTuple):
 
 
 class Controls(NamedTuple):
-    """The scalars of a step, after its tick."""
+    """The scalars that every step needs, after its tick."""
 
     clock: ck.Clock
     forwards: ck.Clock
     gate: jax.Array
-    promote_limit: jax.Array
-    promote_interval: jax.Array
-    promote_min_misses: jax.Array
-    protect_recent: jax.Array
     error: jax.Array
-
-    def may_promote(self) -> jax.Array:
-        """Whether the gate is open and it is this forward's turn."""
-        in_turn = (self.promote_interval > 1).astype(jnp.int32)
-        return (self.gate != 0) & (ck.remainder(self.forwards, self.promote_interval) == in_turn)
-
-    def horizon(self, config: PoolConfig) -> ck.Clock:
-        """Rows used before it may be victims."""
-        return ck.minus_product(self.clock, self.protect_recent, config.num_layers)
 
     def counted(self, misses: jax.Array) -> jax.Array:
         """Miss counts with this step's miss, if the gate is open."""
         return jnp.minimum(misses, INT32_MAX - self.gate) + self.gate
+
+
+class Rules(NamedTuple):
+    """The scalars that decide whether a miss is promoted."""
+
+    may_promote: jax.Array  # the gate is open, and it is this forward's turn
+    limit: jax.Array  # promotions of this step, INT32_MAX if without limit
+    min_misses: jax.Array
+    horizon: ck.Clock  # rows used before it may be victims
 
 
 def judge_ids(config: PoolConfig, ids_ref, weights_ref, lane, layer_ok):
@@ -122,11 +118,21 @@ def read_controls(layer_ref, scalars_ref) -> Controls:
             (scalars_ref[s.FORWARDS_EPOCH], scalars_ref[s.FORWARDS]), gate * at_layer_0
         ),
         gate=gate,
-        promote_limit=scalars_ref[s.PROMOTE_LIMIT],
-        promote_interval=scalars_ref[s.PROMOTE_INTERVAL],
-        promote_min_misses=scalars_ref[s.PROMOTE_MIN_MISSES],
-        protect_recent=scalars_ref[s.PROTECT_RECENT],
         error=scalars_ref[s.ERROR],
+    )
+
+
+def read_rules(config: PoolConfig, controls: Controls, scalars_ref) -> Rules:
+    """Loads the rules of promotion. Only a step with a miss needs them."""
+    interval = scalars_ref[s.PROMOTE_INTERVAL]
+    in_turn = ck.remainder(controls.forwards, interval) == (interval > 1).astype(jnp.int32)
+    limit = scalars_ref[s.PROMOTE_LIMIT]
+    protected = scalars_ref[s.PROTECT_RECENT]
+    return Rules(
+        may_promote=(controls.gate != 0) & in_turn,
+        limit=jnp.where(limit == 0, INT32_MAX, limit),
+        min_misses=scalars_ref[s.PROMOTE_MIN_MISSES],
+        horizon=ck.minus_product(controls.clock, protected, config.num_layers),
     )
 
 

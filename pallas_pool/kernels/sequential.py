@@ -52,6 +52,7 @@ def plan_step(
     """
     lanes = ln.read_lanes(config, layer_ref, ids_ref, weights_ref)
     controls = ln.read_controls(layer_ref, state.scalars)
+    rules = ln.read_rules(config, controls, state.scalars)
     rows, lane = config.rows, lanes.lane
     clock, gate_open = controls.clock, controls.gate != 0
 
@@ -61,7 +62,7 @@ def plan_step(
     misses = controls.counted(ln.load(state.miss_count, lanes.key, missed, 0))
     ln.store(state.row_used, row, clock[1], hit & gate_open)
     ln.store(state.row_epoch, row, clock[0], hit & gate_open)
-    wants_row = missed & controls.may_promote() & (misses >= controls.promote_min_misses)
+    wants_row = missed & rules.may_promote & (misses >= rules.min_misses)
 
     everywhere = lane >= 0
     ln.store(plan.safe_ids, lane, lanes.safe_ids, everywhere)
@@ -76,10 +77,10 @@ def plan_step(
         first, routes, promoted, staged = carry
         expert = plan.safe_ids[first]
         wants = jnp.max((wants_row & (lane == first)).astype(jnp.int32)) != 0
-        in_limit = (controls.promote_limit == 0) | (promoted < controls.promote_limit)
 
         def try_promote():
-            victim, old_enough = _oldest_row(config, state, controls)
+            victim, age = _oldest_row(config, state, clock)
+            old_enough = ck.before(age, rules.horizon)
             # The scan loaded row_used and row_epoch, and the next line row_key: no warp may store to
             # them before all have loaded.
             old_key = state.row_key[victim]
@@ -107,7 +108,7 @@ def plan_step(
         def do_not():
             return first - first - 1
 
-        victim = lax.cond(wants & in_limit, try_promote, do_not)
+        victim = lax.cond(wants & (promoted < rules.limit), try_promote, do_not)
 
         def stage():
             plan.staged_expert[staged] = expert
@@ -152,9 +153,9 @@ def _first_without_row(lanes: ln.Lanes, routes: jax.Array) -> jax.Array:
 
 
 def _oldest_row(
-    config: PoolConfig, state: PoolState, controls: ln.Controls
-) -> tuple[jax.Array, jax.Array]:
-    """The pool row with the smallest (row_used, row), and whether it may be a victim."""
+    config: PoolConfig, state: PoolState, clock: ck.Clock
+) -> tuple[jax.Array, ck.Clock]:
+    """The pool row with the smallest (row_used, row), and when it was used."""
     tile = min(SCAN_TILE, ln.next_power_of_two(config.rows))
     tiles = ages.tiles(config, tile)
     offset = ln.lane_ids(tile)
@@ -187,11 +188,11 @@ def _oldest_row(
         return least, jnp.min(jnp.where(used == least, at * tile + offset, INT32_MAX))
 
     def scan_oldest_epoch():
-        epoch = ages.oldest_epoch(config, state, controls.clock, tile)
+        epoch = ages.oldest_epoch(config, state, clock, tile)
         return epoch, *scan(epoch)
 
     # During the clock's first 2**31 steps every epoch is 0.
     epoch, least, row = lax.cond(
-        controls.clock[0] > 0, scan_oldest_epoch, lambda: (controls.clock[0] + 0, *scan(None))
+        clock[0] > 0, scan_oldest_epoch, lambda: (clock[0] + 0, *scan(None))
     )
-    return row, ck.before((epoch, least), controls.horizon(config))
+    return row, (epoch, least)

@@ -22,6 +22,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_pool import state as s
@@ -32,10 +33,11 @@ from pallas_pool.kernels import lanes as ln
 from pallas_pool.state import Plan, PoolState
 
 # Rows of the sample.
-SAMPLE = 4096
+SAMPLE = 2048
+HASH = -1640531527  # 2**32 over the golden ratio: Knuth's multiplicative hash.
 # Columns of a tile of the pool, and tiles that are loaded before the first is looked at.
 COLUMNS = 1024
-TILES_AHEAD = 8
+TILES_AHEAD = 4
 # Tiles that share a word of marks, and words that are looked at together.
 WORD_BITS = 32
 WORDS = 2048
@@ -90,30 +92,32 @@ def _below(used: jax.Array, row: jax.Array, bound_used: jax.Array, bound_row: ja
 def evict(
     config: PoolConfig,
     interpret: bool,
-    lanes: ln.Lanes,
-    controls: ln.Controls,
+    base: jax.Array,
+    clock: ck.Clock,
+    rules: ln.Rules,
     queue: Queue,
-    need: jax.Array,
+    wanted: jax.Array,
     state: PoolState,
     plan: Plan,
     scratch,
 ) -> jax.Array:
-    """Evicts the `need` oldest rows that may be victims, or as many as there are.
+    """Evicts the `wanted` oldest rows that may be victims, or as many as the rules let go.
 
-    Their keys lose them and they get this step's clock. The rows stand in plan.copy_dst from its head
+    Their keys lose them and they get this step's clock; so does the step map, where they are of the layer whose first
+    key is `base`. The rows stand in plan.copy_dst from its head
     on, and all warps see them. The caller must have put a barrier behind the stamps of the hits.
 
     Returns:
       The number of rows evicted.
     """
     window = ln.lane_ids(max(config.width, MIN_WINDOW))
-    clock, horizon = controls.clock, controls.horizon(config)
+    need = jnp.minimum(wanted, rules.limit)
 
     def take_some(carry):
         taken, _, queue = carry
         queue = lax.cond(
             queue.head == queue.tail,
-            lambda: _refill(config, interpret, controls, state, scratch),
+            lambda: _refill(config, interpret, clock, state, scratch),
             lambda: Queue(*(x + 0 for x in queue)),
         )
         at = queue.head + window
@@ -123,7 +127,7 @@ def evict(
         used = ln.load(state.row_used, row, inside, 0)
         key = ln.load(state.row_key, row, inside, -1)
         live = inside & (epoch == queue.epoch) & _below(used, row, queue.used, queue.row)
-        may_go = live & ck.before((epoch, used), horizon)
+        may_go = live & ck.before((epoch, used), rules.horizon)
         count = may_go.astype(jnp.int32)
         rank = lax.cumsum(count) - count
         take = may_go & (rank < need - taken)
@@ -137,7 +141,7 @@ def evict(
         ln.store(state.row_epoch, row, clock[0], take & (clock[0] > 0))
         ln.store(state.key_row, key, -1, take)
         if config.step_map:
-            expert = key - lanes.base
+            expert = key - base
             here = take & (expert >= 0) & (expert < config.num_experts)
             ln.store(plan.step_map, expert, -1, here)
         # The next round loads row_used and row_epoch, the caller copy_dst.
@@ -159,14 +163,14 @@ def evict(
 
 
 def _refill(
-    config: PoolConfig, interpret: bool, controls: ln.Controls, state: PoolState, scratch
+    config: PoolConfig, interpret: bool, clock: ck.Clock, state: PoolState, scratch
 ) -> Queue:
     """Fills the queue with the oldest rows of the pool, of those older than this step.
 
     Returns:
       The new queue; empty if there is no such row.
     """
-    clock, size = controls.clock, s.QUEUE_SIZE
+    size = s.QUEUE_SIZE
     sampled = min(SAMPLE, ln.next_power_of_two(config.rows))
     columns = _columns(config)
     epoch = ages.oldest_epoch(config, state, clock, sampled)
@@ -177,25 +181,22 @@ def _refill(
     last_used = jnp.where(is_current, clock[1], INT32_MAX)
     last_row = jnp.where(is_current, zero, rows)
 
-    def load_used(row, inside):
-        """The words of rows, and whether they are of the oldest epoch. A row that is masked off has a
-        word and a number that are below no bound."""
-        used = ln.load(state.row_used, row, inside, INT32_MAX)
-        row_epoch = lax.cond(
-            clock[0] > 0, lambda: ln.load(state.row_epoch, row, inside, 0), lambda: row - row
-        )
-        return used, row_epoch == epoch
-
     def choose_bound(count):
         """A bound from the sample: of the whole pool, or of the rows collected last, if too many."""
         lane = ln.lane_ids(sampled)
         too_many = count > size
         row = ln.load(scratch, lane, too_many & (lane < size), 0)
-        # Rows spread over the pool: lane * rows / sampled, without leaving int32.
-        spread = lane * (config.rows // sampled) + lane * (config.rows % sampled) // sampled
+        # One row of each stratum of the pool, lane * rows / sampled without leaving int32, at a hashed
+        # place: rows of one age may stand at a regular distance, a layer's share of the pool.
+        stratum = config.rows // sampled
+        spread = lane * stratum + lane * (config.rows % sampled) // sampled
+        hashed = lax.shift_right_logical(lane * HASH, jnp.int32(16))
+        spread = spread + ((hashed * stratum) >> 16)
         row = jnp.where(too_many, row, spread)
-        used, counts = load_used(row, jnp.where(too_many, lane < size, row < config.rows))
-        counts = counts & _below(used, row, last_used, last_row)
+        inside = jnp.where(too_many, lane < size, row < config.rows)
+        row_epoch = ages.load_epoch(state, clock, row, inside)
+        used = ln.load(state.row_used, row, inside, INT32_MAX)
+        counts = inside & (row_epoch == epoch) & _below(used, row, last_used, last_row)
         # Of too many collected rows, half of what the queue holds.
         of_collected = jnp.maximum(1, size * size // 2 // jnp.maximum(count, 1))
         share = jnp.where(too_many, of_collected, _share(min(sampled, config.rows), config.rows))
@@ -203,27 +204,44 @@ def _refill(
 
     def mark(bound):
         """Marks the rows below the bound: bit b of word [group, column] for tile 32 * group + b."""
+        is_plain = (bound[1] == 0) & (clock[0] == 0)
+
+        @pl.when(is_plain)  # No rows of the bound's own word, and no epochs: the usual case.
+        def _():
+            mark_where(lambda used, row, inside: used < bound[0])
+
+        @pl.when(~is_plain)
+        def _():
+            def is_below(used, row, inside):
+                row_epoch = ages.load_epoch(state, clock, row, inside)
+                return (row_epoch == epoch) & _below(used, row, *bound)
+
+            mark_where(is_below)
+
+    def mark_where(is_below):
+        tiles = ages.tiles(config, columns)
+        ahead = min(TILES_AHEAD, ln.next_power_of_two(tiles))
         column = ln.lane_ids(columns)
-        tiles = min(WORD_BITS, ages.tiles(config, columns))
+        tile = ln.lane_ids(ahead)[:, None]
 
-        def mark_tiles(group, i, word):
-            bit = i * TILES_AHEAD + ln.lane_ids(TILES_AHEAD)[:, None]
-            row = (group * WORD_BITS + bit) * columns + column[None, :]
-            used, counts = load_used(row, row < config.rows)
-            is_below = (counts & _below(used, row, *bound)).astype(jnp.int32)
-            return word | jnp.sum(is_below << bit, 0, jnp.int32)
+        def load_batch(i):
+            row = (i * ahead + tile) * columns + column[None, :]
+            return ln.load(state.row_used, row, row < config.rows, INT32_MAX), row
 
-        def mark_group(group, carry):
-            word = lax.fori_loop(
-                jnp.int32(0),
-                jnp.int32(-(-tiles // TILES_AHEAD)),
-                lambda i, word: mark_tiles(group, i, word),
-                jnp.zeros(columns, jnp.int32),
-            )
+        def look(i, carry):
+            word, used, row = carry
+            following = load_batch(i + 1)
+            marks = is_below(used, row, row < config.rows).astype(jnp.int32) << tile
+            group, bit = i * ahead // WORD_BITS, i * ahead % WORD_BITS
+            word = jnp.where(bit == 0, 0, word) | (jnp.sum(marks, 0, jnp.int32) << bit)
+            # Stored with each batch; the group's last one has all its marks.
             ln.store(scratch, size + group * columns + column, word, column >= 0)
-            return carry
+            return word, *following
 
-        lax.fori_loop(jnp.int32(0), jnp.int32(_mark_groups(config)), mark_group, zero)
+        batches = -(-tiles // ahead)
+        lax.fori_loop(
+            jnp.int32(0), jnp.int32(batches), look, (column - column, *load_batch(zero))
+        )
 
     def write_marked():
         """Writes the marked rows to scratch, as many as fit; returns how many there are."""
@@ -326,7 +344,7 @@ def _sort(config, interpret, state: PoolState, scratch, zero, count, epoch, boun
     row = ln.load(scratch, place, inside, 0)
     used = ln.load(state.row_used, row, inside, INT32_MAX)
     least = jnp.min(used)
-    row_bits = (config.rows - 1).bit_length()
+    row_bits = max(1, (config.rows - 1).bit_length())
     span = 1 << (31 - row_bits)
     fits = inside & (used - least < span)
     lower = bound[0] - least >= span
