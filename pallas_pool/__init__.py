@@ -13,6 +13,7 @@ from pallas_pool.state import (
     set_controls,
     snapshot,
 )
+from pallas_pool.version import __version__
 
 __all__ = [
     "KERNELS",
@@ -20,6 +21,7 @@ __all__ = [
     "PoolConfig",
     "PoolError",
     "PoolState",
+    "__version__",
     "check_state",
     "clear_error",
     "controls",
@@ -28,4 +30,3 @@ __all__ = [
     "snapshot",
     "step",
 ]
-__version__ = "0.1.0"

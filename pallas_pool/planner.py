@@ -13,7 +13,8 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_pool.config import PoolConfig, check_lanes, check_layer
 from pallas_pool.kernels import KERNELS
-from pallas_pool.state import Plan, PoolState, check_geometry, plan_shapes
+from pallas_pool.kernels.lanes import Call
+from pallas_pool.state import Plan, PoolState, check_geometry, plan_shapes, vary_alike
 
 
 def step(
@@ -23,7 +24,7 @@ def step(
     expert_ids: Any,
     weights: Any = None,
     *,
-    kernel: str = "masked",
+    kernel: str = "fused",
     interpret: bool | None = None,
 ) -> tuple[Plan, PoolState]:
     """Plans one decode step of one layer: which bank row serves each lane, what to copy in, what to evict.
@@ -41,7 +42,7 @@ def step(
         invalid: it sets the sticky error and counts as padding.
       weights: optional router weights, float16, bfloat16, float32 or float64, n of them. A lane whose
         id is in range and whose weight is NaN, infinite or negative is invalid too.
-      kernel: a name in `pallas_pool.KERNELS`. All give the same bits.
+      kernel: a name in `pallas_pool.KERNELS`. All give the same bits, and may take turns on a state.
       interpret: None compiles the kernel for a GPU and interprets it on any other device; True
         always interprets, False always compiles.
 
@@ -84,20 +85,24 @@ def _step(config, kernel, interpret, layer, ids, weights, state):
 
 def _call(config, kernel, interpret, layer, ids, weights, state) -> tuple[Plan, PoolState]:
     body, num_warps, scratch_words = KERNELS[kernel]
+    layer, ids, weights, state = vary_alike((layer, ids, weights, state))
     shapes = plan_shapes(config)
 
     def planner(layer_ref, ids_ref, weights_ref, state_in, plan_refs, state_refs, scratch_ref):
         del state_in  # Aliased to state_refs, which hold the state before the step, then after it.
-        body(config, interpret, layer_ref, ids_ref, weights_ref, state_refs, plan_refs, scratch_ref)
+        refs = (layer_ref, ids_ref, weights_ref, state_refs, plan_refs, scratch_ref)
+        body(Call(config, interpret, *refs))
 
     planner.__name__ = f"pool_step_{kernel}"
-    # A kernel's scalars are arrays of one element; the reshape below costs nothing.
-    plan_out = Plan(
-        *(None if shape is None else jax.ShapeDtypeStruct(shape or (1,), jnp.int32) for shape in shapes)
-    )
-    state_out = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
+    varying = jax.typeof(layer).manual_axis_type
+
+    def out(shape) -> Any:  # A kernel's scalars are arrays of one element.
+        return jax.ShapeDtypeStruct(shape or (1,), jnp.int32, manual_axis_type=varying)
+
+    plan_out = Plan(*[None if shape is None else out(shape) for shape in shapes.values()])
+    state_out = jax.tree.map(lambda x: out(x.shape), state)
     words = scratch_words(config)
-    scratch_out = jax.ShapeDtypeStruct((words,), jnp.int32) if words else None
+    scratch_out = out((words,)) if words else None
     first_in = 2 if weights is None else 3
     first_out, arrays = len(jax.tree.leaves(plan_out)), len(jax.tree.leaves(state))
     plan, state, _ = pl.pallas_call(
@@ -108,7 +113,5 @@ def _call(config, kernel, interpret, layer, ids, weights, state) -> tuple[Plan, 
         interpret=interpret,
         name=planner.__name__,
     )(layer.reshape(1), ids, weights, state)
-    plan = Plan(
-        *(x if shape is None else x.reshape(shape) for x, shape in zip(plan, shapes, strict=True))
-    )
-    return plan, state
+    scalars = {name: getattr(plan, name).reshape(()) for name, shape in shapes.items() if shape == ()}
+    return plan._replace(**scalars), state

@@ -85,11 +85,11 @@ class PoolState:
     def __post_init__(self):
         object.__setattr__(self, "queue", jnp.zeros(QUEUE_ROWS + QUEUE_SIZE, jnp.int32))
 
-    def with_scalars(self, scalars: jax.Array) -> PoolState:
-        """The state with other controls or another error; the tables' order, and so the queue, stay."""
-        return self.tree_unflatten(
-            None, [scalars if name == "scalars" else getattr(self, name) for name in STATE_FIELDS]
-        )
+    def stepped(self, **arrays: jax.Array) -> PoolState:
+        """The state with some arrays replaced and the queue kept. Only for what a step or a control may
+        do: rows are stamped with a clock that grows. Any other edit goes by `dataclasses.replace`."""
+        old = {name: getattr(self, name) for name in STATE_FIELDS}
+        return self.tree_unflatten(None, (old | arrays).values())
 
     def tree_flatten_with_keys(self):
         return [(jax.tree_util.GetAttrKey(f), getattr(self, f)) for f in STATE_FIELDS], None
@@ -135,21 +135,12 @@ class Plan(NamedTuple):
     step_map: jax.Array | None
 
 
-def plan_shapes(config: PoolConfig) -> Plan:
+def plan_shapes(config: PoolConfig) -> dict[str, tuple[int, ...] | None]:
     """Shapes of the plan's fields; None for a field that the config leaves out."""
-    lanes, scalar = (config.width,), ()
-    return Plan(
-        routes=lanes,
-        safe_ids=lanes,
-        copy_src=lanes,
-        copy_dst=lanes,
-        copy_count=scalar,
-        promoted_count=scalar,
-        staged_count=scalar,
-        staged_expert=lanes,
-        staged_row=lanes,
-        step_map=(config.num_experts,) if config.step_map else None,
-    )
+    shapes: dict[str, tuple[int, ...] | None] = dict.fromkeys(Plan._fields, (config.width,))
+    shapes |= dict.fromkeys(("copy_count", "promoted_count", "staged_count"), ())
+    shapes["step_map"] = (config.num_experts,) if config.step_map else None
+    return shapes
 
 
 def state_shapes(config: PoolConfig) -> dict[str, tuple[int, ...]]:
@@ -257,7 +248,7 @@ def set_controls(
         return state
     index = np.array(list(values), np.int32)
     scalars = state.scalars.at[index].set(np.array(list(values.values()), np.int32))
-    return state.with_scalars(scalars)
+    return state.stepped(scalars=scalars)
 
 
 def controls(state: PoolState) -> dict[str, int]:
@@ -268,7 +259,20 @@ def controls(state: PoolState) -> dict[str, int]:
 
 def clear_error(state: PoolState) -> PoolState:
     """Returns the state with the sticky routing error cleared."""
-    return state.with_scalars(state.scalars.at[ERROR].set(0))
+    return state.stepped(scalars=state.scalars.at[ERROR].set(0))
+
+
+def vary_alike(tree: Any) -> Any:
+    """Under `shard_map`, lets all arrays vary over each mesh axis that one of them varies over, as loops
+    and kernels ask for; elsewhere returns them as they are."""
+    varying = [jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(tree)]
+    axes = frozenset().union(*varying)
+
+    def vary(x):
+        missing = tuple(axes - jax.typeof(x).manual_axis_type.varying)
+        return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(vary, tree)
 
 
 def _wide(epoch: Any, word: Any) -> Any:

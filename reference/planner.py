@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -18,7 +17,7 @@ from pallas_pool.config import (
     saturate_int32,
     valid_weight,
 )
-from pallas_pool.state import Plan, PoolState, check_geometry
+from pallas_pool.state import Plan, PoolState, check_geometry, vary_alike
 
 # A clock in two words: epoch * 2**31 + word.
 Clock = tuple[jax.Array, jax.Array]
@@ -77,6 +76,7 @@ def step(
     check_geometry(config, state)
     layer = check_layer(config, layer)
     ids, weights = check_lanes(config, expert_ids, weights)
+    state, layer, ids, weights = vary_alike((state, layer, ids, weights))
     experts, width, rows = config.num_experts, config.width, config.rows
 
     # Lanes: padding, invalid, valid.
@@ -105,7 +105,7 @@ def step(
     scalars = scalars.at[
         jnp.array([s.CLOCK_EPOCH, s.CLOCK, s.FORWARDS_EPOCH, s.FORWARDS, s.ERROR])
     ].set(jnp.stack([*clock, *forwards, scalars[s.ERROR] | jnp.any(invalid)]))
-    state = dataclasses.replace(state, scalars=scalars)
+    state = state.stepped(scalars=scalars)
 
     # This layer's residents; the misses are overlaid as they are placed.
     step_map = lax.dynamic_slice(state.key_row, (base,), (experts,))
@@ -114,13 +114,12 @@ def step(
     def stamp_hit(lane, state: PoolState) -> PoolState:
         row = jnp.where(safe_ids[lane] >= 0, step_map[safe_ids[lane]], -1)
         at = jnp.where((row >= 0) & (gate != 0), row, rows)  # Out of range: nothing is written.
-        return dataclasses.replace(
-            state,
+        return state.stepped(
             row_used=state.row_used.at[at].set(clock[1], mode="drop"),
             row_epoch=state.row_epoch.at[at].set(clock[0], mode="drop"),
         )
 
-    state = lax.fori_loop(0, lanes, stamp_hit, state)
+    state = lax.fori_loop(0, lanes, stamp_hit, vary_alike(state))
 
     none = jnp.full(width, -1, jnp.int32)
     plan = Plan(
@@ -136,7 +135,7 @@ def step(
         step_map=step_map,
     )
 
-    def promote(expert, victim, plan: Plan, state: PoolState):
+    def promote(expert, victim, plan: Any, state: PoolState):
         old_key, new_key, at = state.row_key[victim], base + expert, plan.promoted_count
         old_expert = old_key - base
         same_layer = (old_expert >= 0) & (old_expert < experts)
@@ -149,8 +148,7 @@ def step(
             .at[expert]
             .set(victim),
         )
-        state = dataclasses.replace(
-            state,
+        state = state.stepped(
             key_row=state.key_row.at[old_key].set(-1).at[new_key].set(victim),
             row_key=state.row_key.at[victim].set(new_key),
             row_used=state.row_used.at[victim].set(clock[1]),
@@ -159,7 +157,7 @@ def step(
         )
         return plan, state
 
-    def stage(expert, plan: Plan, state: PoolState):
+    def stage(expert, plan: Any, state: PoolState):
         at = plan.staged_count
         plan = plan._replace(
             staged_expert=plan.staged_expert.at[at].set(expert),
@@ -177,7 +175,7 @@ def step(
         def miss(plan: Plan, state: PoolState):
             key = base + expert
             misses = jnp.minimum(state.miss_count[key], INT32_MAX - gate) + gate
-            state = dataclasses.replace(state, miss_count=state.miss_count.at[key].set(misses))
+            state = state.stepped(miss_count=state.miss_count.at[key].set(misses))
             limit = scalars[s.PROMOTE_LIMIT]
             victim, old_enough = _victim(state, horizon)
             promoted = (
@@ -197,7 +195,7 @@ def step(
         route = jnp.where(expert >= 0, plan.step_map[expert], -1)
         return plan._replace(routes=plan.routes.at[lane].set(route)), state
 
-    plan, state = lax.fori_loop(0, lanes, place, (plan, state))
+    plan, state = lax.fori_loop(0, lanes, place, vary_alike((plan, state)))
 
     # The staging suffix: the staged part of the copy list, behind the promotions.
     lane = jnp.arange(width, dtype=jnp.int32)

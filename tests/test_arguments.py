@@ -87,7 +87,7 @@ def test_wrong_types(state):
 
 
 def test_an_unknown_kernel_is_refused_and_the_known_ones_named(state):
-    with pytest.raises(ValueError, match="kernel must be one of .*, got 'triton'") as caught:
+    with pytest.raises(ValueError, match=r"kernel must be one of .*, got 'triton'") as caught:
         pp.step(CONFIG, state, 0, IDS, kernel="triton")
     assert all(name in str(caught.value) for name in KERNELS)
     assert {"loop", "masked"} <= set(KERNELS)

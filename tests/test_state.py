@@ -195,7 +195,8 @@ def test_check_state_finds_and_names_each_corruption(used_state, corrupt, messag
 
 @pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(pp.PoolState)])
 def test_a_state_of_another_geometry_or_dtype_is_refused(field):
-    leaf = lambda state: getattr(state, field)
+    def leaf(state):
+        return getattr(state, field)
 
     def changed(change):
         state = pp.init_state(CONFIG)

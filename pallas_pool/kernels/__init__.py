@@ -7,19 +7,19 @@ from typing import NamedTuple
 
 from pallas_pool.config import PoolConfig
 from pallas_pool.kernels import fused, loop, masked, victims
+from pallas_pool.kernels.lanes import Call
 
 
 class Kernel(NamedTuple):
     """A kernel body and how it is compiled.
 
     Attributes:
-      body: `body(config, interpret, layer_ref, ids_ref, weights_ref, state, plan, scratch)`; see
-        `sequential.plan_step`.
+      body: plans one step, given its `Call`.
       num_warps: width -> warps of the one program that runs a step.
       scratch_words: config -> int32 words of memory for the kernel's own use during a step.
     """
 
-    body: Callable[..., None]
+    body: Callable[[Call], None]
     num_warps: Callable[[int], int]
     scratch_words: Callable[[PoolConfig], int] = lambda config: 0
 

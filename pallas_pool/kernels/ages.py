@@ -12,20 +12,21 @@ from jax import lax
 from pallas_pool.config import INT32_MAX, PoolConfig
 from pallas_pool.kernels import lanes as ln
 from pallas_pool.kernels.clock import Clock
-from pallas_pool.state import PoolState
 
 
-def load_epoch(state: PoolState, clock: Clock, row: jax.Array, mask: jax.Array) -> jax.Array:
-    return ln.load(state.row_epoch, row, mask & (clock[0] > 0), 0)
+def load_epoch(call: ln.Call, clock: Clock, row: jax.Array, mask: jax.Array) -> jax.Array:
+    return ln.load(call.state.row_epoch, row, mask & (clock[0] > 0), 0)
 
 
-def oldest_epoch(config: PoolConfig, state: PoolState, clock: Clock, tile: int) -> jax.Array:
+def oldest_epoch(call: ln.Call, clock: Clock, tile: int) -> jax.Array:
     """The smallest epoch in the pool: the rows of that epoch come before all others."""
+
+    config = call.config
 
     def scan():
         def look(i, least):
             row = i * tile + ln.lane_ids(tile)
-            epoch = ln.load(state.row_epoch, row, row < config.rows, INT32_MAX)
+            epoch = ln.load(call.state.row_epoch, row, row < config.rows, INT32_MAX)
             return jnp.minimum(least, epoch)
 
         none = jnp.full(tile, INT32_MAX, jnp.int32)

@@ -16,28 +16,18 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_pool.config import PoolConfig
 from pallas_pool.kernels import lanes as ln
 from pallas_pool.kernels import victims
-from pallas_pool.state import Plan, PoolState
 
 # Pairs of lanes that are compared at once, to find the first lane of each expert.
 PAIR_TILE = 4096
 
 
-def plan_step(
-    config: PoolConfig,
-    interpret: bool,
-    layer_ref,
-    ids_ref,
-    weights_ref,
-    state: PoolState,
-    plan: Plan,
-    scratch,
-) -> None:
-    """One step; `state` and `plan` hold refs, the state's are updated in place."""
-    lanes = ln.read_lanes(config, layer_ref, ids_ref, weights_ref)
-    controls = ln.read_controls(layer_ref, state.scalars)
+def plan_step(call: ln.Call) -> None:
+    """One step."""
+    config, state, plan = call.config, call.state, call.plan
+    lanes = ln.read_lanes(call)
+    controls = ln.read_controls(call)
     queue = victims.read_queue(state)
     lane, clock, gate_open = lanes.lane, controls.clock, controls.gate != 0
     everywhere = lane >= 0
@@ -50,12 +40,11 @@ def plan_step(
     ln.store(state.row_used, row, clock[1], hit & gate_open)
     ln.store(state.row_epoch, row, clock[0], hit & gate_open & (clock[0] > 0))
     ln.store(plan.safe_ids, lane, lanes.safe_ids, everywhere)
-    if config.step_map:
-        ln.copy_layer_map(config, lanes, state.key_row, plan.step_map)
+    ln.copy_layer_map(call, lanes)
     # Scalars, key_row and miss_count were loaded above and are stored below; the stamps of the hits
     # must be seen by the search for victims; the layer's map must not land on what is laid over it.
-    ln.barrier(interpret)
-    ln.write_scalars(state.scalars, lanes, controls)
+    call.barrier()
+    ln.write_scalars(call, lanes, controls)
 
     @pl.when(~any_missed)
     def _():
@@ -67,22 +56,17 @@ def plan_step(
 
     @pl.when(any_missed)
     def _():
-        _place_misses(
-            config, interpret, ids_ref, weights_ref, lanes, controls, queue, row, missed, misses,
-            state, plan, scratch,
-        )
+        _place_misses(call, lanes, controls, queue, row, missed, misses)
 
 
-def _place_misses(
-    config, interpret, ids_ref, weights_ref, lanes, controls, queue, row, missed, misses,
-    state, plan, scratch,
-):
+def _place_misses(call: ln.Call, lanes, controls, queue, row, missed, misses) -> None:
     """Ranks the missed experts, evicts for those to be promoted, and writes tables and plan."""
-    lane = lanes.lane
-    leader = _first_lane(config, ids_ref, weights_ref, lanes)
+    config, state, plan, lane = call.config, call.state, call.plan, lanes.lane
+    gate_open = controls.gate != 0
+    leader = _first_lane(call, lanes)
     first = missed & (leader == lane)
     misses = controls.counted(misses)
-    rules = ln.read_rules(config, controls, state.scalars)
+    rules = ln.read_rules(call, controls)
     wants = first & rules.may_promote & (misses >= rules.min_misses)
 
     # Two ranks in one scan: of the missed experts, and of those that want a pool row.
@@ -90,10 +74,7 @@ def _place_misses(
     ranks = lax.cumsum(packed) - packed
     total = jnp.sum(packed, dtype=jnp.int32)
     first_rank, wants_rank = ranks & 0xFFFF, ranks >> 16
-    promoted_count = victims.evict(
-        config, interpret, lanes.base, controls.clock, rules, queue, total >> 16,
-        state, plan, scratch,
-    )
+    promoted_count = victims.evict(call, lanes.base, controls.clock, rules, queue, total >> 16)
 
     promoted = wants & (wants_rank < promoted_count)
     staged = first & ~promoted
@@ -107,7 +88,7 @@ def _place_misses(
 
     ln.store(state.key_row, lanes.key, place, promoted)
     ln.store(state.row_key, place, lanes.key, promoted)
-    ln.store(state.miss_count, lanes.key, jnp.where(promoted, 0, misses), first & (controls.gate != 0))
+    ln.store(state.miss_count, lanes.key, jnp.where(promoted, 0, misses), first & gate_open)
     # The entries and the -1 behind them are at different places: their order does not matter.
     ln.store(plan.copy_src, copy_at, lanes.safe_ids, first)
     ln.store(plan.copy_dst, copy_at, place, staged)
@@ -123,7 +104,7 @@ def _place_misses(
     plan.copy_count[0] = copy_count
     plan.promoted_count[0] = promoted_count
     plan.staged_count[0] = staged_count
-    if config.step_map:
+    if plan.step_map is not None:
         ln.store(plan.step_map, lanes.safe_ids, place, first)
 
     repeated = missed & ~first
@@ -132,20 +113,20 @@ def _place_misses(
     @pl.when(jnp.max(repeated.astype(jnp.int32)) != 0)
     def _():
         # The routes of the leaders, stored above, are loaded by the lanes that follow them.
-        ln.barrier(interpret)
+        call.barrier()
         ln.store(plan.routes, lane, ln.load(plan.routes, leader, repeated, -1), repeated)
 
 
-def _first_lane(config: PoolConfig, ids_ref, weights_ref, lanes: ln.Lanes) -> jax.Array:
+def _first_lane(call: ln.Call, lanes: ln.Lanes) -> jax.Array:
     """The first lane with the same expert, of each valid lane."""
-    columns = min(config.width, max(1, PAIR_TILE // config.width))
+    width = call.config.width
+    columns = min(width, max(1, PAIR_TILE // width))
 
     def look(i, first):
         column = i * columns + ln.lane_ids(columns)
-        safe_ids, _ = ln.judge_ids(config, ids_ref, weights_ref, column, lanes.layer_ok)
+        safe_ids, _ = ln.judge_ids(call, column, lanes.layer_ok)
         same = lanes.safe_ids[:, None] == safe_ids[None, :]
-        return jnp.minimum(first, jnp.min(jnp.where(same, column[None, :], config.width), axis=1))
+        return jnp.minimum(first, jnp.min(jnp.where(same, column[None, :], width), axis=1))
 
-    return lax.fori_loop(
-        jnp.int32(0), jnp.int32(config.width // columns), look, jnp.full_like(lanes.lane, config.width)
-    )
+    none = jnp.full_like(lanes.lane, width)
+    return lax.fori_loop(jnp.int32(0), jnp.int32(width // columns), look, none)

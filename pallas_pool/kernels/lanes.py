@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,9 @@ from jax.experimental.pallas import triton as plgpu
 from pallas_pool import state as s
 from pallas_pool.config import INT32_MAX, PoolConfig, saturate_int32, valid_weight
 from pallas_pool.kernels import clock as ck
+from pallas_pool.state import Plan, PoolState
+
+Ref = Any  # What pallas_call hands to a kernel for an array.
 
 # A step map wider than this is copied in pieces, so that it does not have to fit in registers at once.
 MAP_TILE = 1024
@@ -31,18 +34,30 @@ def store(ref, index, value, mask):
     plgpu.store(ref.at[jnp.where(mask, index, ref.shape[0])], value, mask=mask)
 
 
-def barrier(interpret: bool) -> None:
-    """All warps of the program wait here, and see each other's stores made before it."""
-    if not interpret:
-        plgpu.debug_barrier()
-
-
 def lane_ids(width: int) -> jax.Array:
     return jnp.arange(width, dtype=jnp.int32)
 
 
 def next_power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
+
+
+class Call(NamedTuple):
+    """What a kernel is called with: the static geometry, and refs of its operands."""
+
+    config: PoolConfig
+    interpret: bool
+    layer: Ref  # [1]
+    ids: Ref  # [n]
+    weights: Ref | None  # [n]
+    state: PoolState  # of refs, updated in place
+    plan: Plan  # of refs
+    scratch: Ref | None
+
+    def barrier(self) -> None:
+        """All warps of the program wait here, and see each other's stores made before it."""
+        if not self.interpret:
+            plgpu.debug_barrier()
 
 
 class Lanes(NamedTuple):
@@ -79,24 +94,24 @@ class Rules(NamedTuple):
     horizon: ck.Clock  # rows used before it may be victims
 
 
-def judge_ids(config: PoolConfig, ids_ref, weights_ref, lane, layer_ok):
+def judge_ids(call: Call, lane: jax.Array, layer_ok: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Loads the ids of some lanes: the id where it is valid, else -1, and whether the lane is invalid.
     Lanes past the ids of the call are padding."""
-    given = lane < ids_ref.shape[0]
-    ids = saturate_int32(load(ids_ref, lane, given, 0))
-    valid = (ids >= 0) & (ids < config.num_experts) & layer_ok & given
-    if weights_ref is not None:
-        valid = valid & valid_weight(load(weights_ref, lane, given, 0))
+    given = lane < call.ids.shape[0]
+    ids = saturate_int32(load(call.ids, lane, given, 0))
+    valid = (ids >= 0) & (ids < call.config.num_experts) & layer_ok & given
+    if call.weights is not None:
+        valid = valid & valid_weight(load(call.weights, lane, given, 0))
     return jnp.where(valid, ids, -1), given & (ids != -1) & ~valid
 
 
-def read_lanes(config: PoolConfig, layer_ref, ids_ref, weights_ref) -> Lanes:
+def read_lanes(call: Call) -> Lanes:
     """Loads and judges the lanes of the step."""
-    layer = layer_ref[0]
+    config, layer = call.config, call.layer[0]
     layer_ok = (layer >= 0) & (layer < config.num_layers)
     base = jnp.where(layer_ok, layer, 0) * config.num_experts
     lane = lane_ids(config.width)
-    safe_ids, invalid = judge_ids(config, ids_ref, weights_ref, lane, layer_ok)
+    safe_ids, invalid = judge_ids(call, lane, layer_ok)
     return Lanes(
         lane=lane,
         safe_ids=safe_ids,
@@ -108,46 +123,50 @@ def read_lanes(config: PoolConfig, layer_ref, ids_ref, weights_ref) -> Lanes:
     )
 
 
-def read_controls(layer_ref, scalars_ref) -> Controls:
+def read_controls(call: Call) -> Controls:
     """Loads the scalars and lets the clock tick if the gate is open."""
-    gate = scalars_ref[s.GATE]
-    at_layer_0 = (layer_ref[0] == 0).astype(jnp.int32)
+    scalars = call.state.scalars
+    gate = scalars[s.GATE]
+    at_layer_0 = (call.layer[0] == 0).astype(jnp.int32)
     return Controls(
-        clock=ck.tick((scalars_ref[s.CLOCK_EPOCH], scalars_ref[s.CLOCK]), gate),
-        forwards=ck.tick(
-            (scalars_ref[s.FORWARDS_EPOCH], scalars_ref[s.FORWARDS]), gate * at_layer_0
-        ),
+        clock=ck.tick((scalars[s.CLOCK_EPOCH], scalars[s.CLOCK]), gate),
+        forwards=ck.tick((scalars[s.FORWARDS_EPOCH], scalars[s.FORWARDS]), gate * at_layer_0),
         gate=gate,
-        error=scalars_ref[s.ERROR],
+        error=scalars[s.ERROR],
     )
 
 
-def read_rules(config: PoolConfig, controls: Controls, scalars_ref) -> Rules:
+def read_rules(call: Call, controls: Controls) -> Rules:
     """Loads the rules of promotion. Only a step with a miss needs them."""
-    interval = scalars_ref[s.PROMOTE_INTERVAL]
+    scalars = call.state.scalars
+    interval = scalars[s.PROMOTE_INTERVAL]
     in_turn = ck.remainder(controls.forwards, interval) == (interval > 1).astype(jnp.int32)
-    limit = scalars_ref[s.PROMOTE_LIMIT]
-    protected = scalars_ref[s.PROTECT_RECENT]
+    limit = scalars[s.PROMOTE_LIMIT]
+    protected = scalars[s.PROTECT_RECENT]
     return Rules(
         may_promote=(controls.gate != 0) & in_turn,
         limit=jnp.where(limit == 0, INT32_MAX, limit),
-        min_misses=scalars_ref[s.PROMOTE_MIN_MISSES],
-        horizon=ck.minus_product(controls.clock, protected, config.num_layers),
+        min_misses=scalars[s.PROMOTE_MIN_MISSES],
+        horizon=ck.minus_product(controls.clock, protected, call.config.num_layers),
     )
 
 
-def write_scalars(scalars_ref, lanes: Lanes, controls: Controls) -> None:
+def write_scalars(call: Call, lanes: Lanes, controls: Controls) -> None:
     """Stores what the step changed. A barrier must stand between `read_controls` and this."""
-    scalars_ref[s.CLOCK_EPOCH], scalars_ref[s.CLOCK] = controls.clock
-    scalars_ref[s.FORWARDS_EPOCH], scalars_ref[s.FORWARDS] = controls.forwards
-    scalars_ref[s.ERROR] = controls.error | lanes.any_invalid
+    scalars = call.state.scalars
+    scalars[s.CLOCK_EPOCH], scalars[s.CLOCK] = controls.clock
+    scalars[s.FORWARDS_EPOCH], scalars[s.FORWARDS] = controls.forwards
+    scalars[s.ERROR] = controls.error | lanes.any_invalid
 
 
-def copy_layer_map(config: PoolConfig, lanes: Lanes, key_row_ref, step_map_ref) -> None:
-    """Writes this layer's slice of `key_row` to the step map."""
+def copy_layer_map(call: Call, lanes: Lanes) -> None:
+    """Writes this layer's slice of `key_row` to the step map, where the plan has one."""
+    if call.plan.step_map is None:
+        return
+    config = call.config
     tile = min(MAP_TILE, next_power_of_two(config.num_experts))
     for start in range(0, config.num_experts, tile):
         expert = start + lane_ids(tile)
         inside = expert < config.num_experts
-        row = load(key_row_ref, lanes.base + expert, inside & lanes.layer_ok, -1)
-        store(step_map_ref, expert, row, inside)
+        row = load(call.state.key_row, lanes.base + expert, inside & lanes.layer_ok, -1)
+        store(call.plan.step_map, expert, row, inside)

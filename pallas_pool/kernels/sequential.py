@@ -7,7 +7,7 @@ warps must meet: each barrier below says for which addresses it stands.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -15,44 +15,31 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_pool.config import INT32_MAX, PoolConfig
+from pallas_pool.config import INT32_MAX
 from pallas_pool.kernels import ages
 from pallas_pool.kernels import clock as ck
 from pallas_pool.kernels import lanes as ln
-from pallas_pool.state import Plan, PoolState
 
 # Pool rows that one iteration of the victim scan looks at.
 SCAN_TILE = 2048
 
 
-class Staged(NamedTuple):
-    """What a staging suffix is written from: scalars, and the plan's refs."""
-
-    promoted_count: jax.Array
-    staged_count: jax.Array
-    plan: Plan
+WriteSuffix = Callable[[ln.Call, jax.Array, jax.Array], None]
 
 
-def plan_step(
-    write_suffix,
-    config: PoolConfig,
-    interpret: bool,
-    layer_ref,
-    ids_ref,
-    weights_ref,
-    state: PoolState,
-    plan: Plan,
-    scratch,
-) -> None:
-    """One step; `state` and `plan` hold refs, the state's are updated in place.
+def plan_step(write_suffix: WriteSuffix, call: ln.Call) -> None:
+    """One step.
 
     Args:
-      write_suffix: writes the staged part of the copy list behind the promotions, and the staged
-        experts over the step map. The one place where the kernels differ.
+      write_suffix: `write_suffix(call, promoted_count, staged_count)` writes the staged part of the copy
+        list behind the promotions, and the staged experts over the step map. The one place where the
+        kernels differ.
+      call: what the kernel was called with.
     """
-    lanes = ln.read_lanes(config, layer_ref, ids_ref, weights_ref)
-    controls = ln.read_controls(layer_ref, state.scalars)
-    rules = ln.read_rules(config, controls, state.scalars)
+    config, state, plan = call.config, call.state, call.plan
+    lanes = ln.read_lanes(call)
+    controls = ln.read_controls(call)
+    rules = ln.read_rules(call, controls)
     rows, lane = config.rows, lanes.lane
     clock, gate_open = controls.clock, controls.gate != 0
 
@@ -70,7 +57,7 @@ def plan_step(
         ln.store(ref, lane, -1, everywhere)
     # safe_ids, row_used and row_epoch were stored above and are loaded in the loop; the -1 of the
     # lists must not land after the entries; key_row was loaded above and is stored in the loop.
-    ln.barrier(interpret)
+    call.barrier()
 
     def place_miss(carry):
         """Gives the first expert that has no row yet a pool row or a staging row."""
@@ -79,12 +66,12 @@ def plan_step(
         wants = jnp.max((wants_row & (lane == first)).astype(jnp.int32)) != 0
 
         def try_promote():
-            victim, age = _oldest_row(config, state, clock)
+            victim, age = _oldest_row(call, clock)
             old_enough = ck.before(age, rules.horizon)
             # The scan loaded row_used and row_epoch, and the next line row_key: no warp may store to
             # them before all have loaded.
             old_key = state.row_key[victim]
-            ln.barrier(interpret)
+            call.barrier()
 
             def promote():
                 key = lanes.base + expert
@@ -102,7 +89,7 @@ def plan_step(
 
             placed = lax.cond(old_enough, promote, keep)
             # The next scan, and the copy of the layer's map, load what was stored here.
-            ln.barrier(interpret)
+            call.barrier()
             return placed
 
         def do_not():
@@ -132,19 +119,15 @@ def plan_step(
     # Lanes of one expert store the same count. A promoted expert starts again at no misses.
     misses = jnp.where(routes < rows, 0, misses)
     ln.store(state.miss_count, lanes.key, misses, missed & gate_open)
-    if config.step_map:
-        ln.copy_layer_map(config, lanes, state.key_row, plan.step_map)
+    ln.copy_layer_map(call, lanes)
     plan.promoted_count[0] = promoted
     plan.staged_count[0] = staged
     plan.copy_count[0] = promoted + staged
     # The suffix loads the staged lists, stored in the loop, and stores over the step map. The scalars
     # were loaded at the start, by all warps, and are stored now.
-    ln.barrier(interpret)
-    @pl.when(staged > 0)
-    def _():
-        write_suffix(config, Staged(promoted, staged, plan))
-
-    ln.write_scalars(state.scalars, lanes, controls)
+    call.barrier()
+    pl.when(staged > 0)(lambda: write_suffix(call, promoted, staged))
+    ln.write_scalars(call, lanes, controls)
 
 
 def _first_without_row(lanes: ln.Lanes, routes: jax.Array) -> jax.Array:
@@ -152,10 +135,9 @@ def _first_without_row(lanes: ln.Lanes, routes: jax.Array) -> jax.Array:
     return jnp.min(jnp.where(lanes.valid & (routes < 0), lanes.lane, width))
 
 
-def _oldest_row(
-    config: PoolConfig, state: PoolState, clock: ck.Clock
-) -> tuple[jax.Array, ck.Clock]:
+def _oldest_row(call: ln.Call, clock: ck.Clock) -> tuple[jax.Array, ck.Clock]:
     """The pool row with the smallest (row_used, row), and when it was used."""
+    config, state = call.config, call.state
     tile = min(SCAN_TILE, ln.next_power_of_two(config.rows))
     tiles = ages.tiles(config, tile)
     offset = ln.lane_ids(tile)
@@ -183,12 +165,14 @@ def _oldest_row(
         oldest = (jnp.full(tile, INT32_MAX, jnp.int32), jnp.full(tile, tiles, jnp.int32))
         last = jnp.int32(tiles - 1)
         oldest = look(last, oldest, None if last_is_whole else last * tile + offset < config.rows)
-        used, at = lax.fori_loop(jnp.int32(1), jnp.int32(tiles), lambda i, x: look(last - i, x), oldest)
+        used, at = lax.fori_loop(
+            jnp.int32(1), jnp.int32(tiles), lambda i, x: look(last - i, x), oldest
+        )
         least = jnp.min(used)
         return least, jnp.min(jnp.where(used == least, at * tile + offset, INT32_MAX))
 
     def scan_oldest_epoch():
-        epoch = ages.oldest_epoch(config, state, clock, tile)
+        epoch = ages.oldest_epoch(call, clock, tile)
         return epoch, *scan(epoch)
 
     # During the clock's first 2**31 steps every epoch is 0.

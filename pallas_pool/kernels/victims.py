@@ -30,7 +30,7 @@ from pallas_pool.config import INT32_MAX, PoolConfig
 from pallas_pool.kernels import ages
 from pallas_pool.kernels import clock as ck
 from pallas_pool.kernels import lanes as ln
-from pallas_pool.state import Plan, PoolState
+from pallas_pool.state import PoolState
 
 # Rows of the sample.
 SAMPLE = 2048
@@ -90,26 +90,23 @@ def _below(used: jax.Array, row: jax.Array, bound_used: jax.Array, bound_row: ja
 
 
 def evict(
-    config: PoolConfig,
-    interpret: bool,
+    call: ln.Call,
     base: jax.Array,
     clock: ck.Clock,
     rules: ln.Rules,
     queue: Queue,
     wanted: jax.Array,
-    state: PoolState,
-    plan: Plan,
-    scratch,
 ) -> jax.Array:
     """Evicts the `wanted` oldest rows that may be victims, or as many as the rules let go.
 
-    Their keys lose them and they get this step's clock; so does the step map, where they are of the layer whose first
-    key is `base`. The rows stand in plan.copy_dst from its head
-    on, and all warps see them. The caller must have put a barrier behind the stamps of the hits.
+    Their keys lose them, in the step map too where they are of the layer whose first key is `base`, and
+    they get this step's clock. The rows stand in plan.copy_dst from its head on, and all warps see them.
+    The caller must have put a barrier behind the stamps of the hits.
 
     Returns:
       The number of rows evicted.
     """
+    config, state, plan = call.config, call.state, call.plan
     window = ln.lane_ids(max(config.width, MIN_WINDOW))
     need = jnp.minimum(wanted, rules.limit)
 
@@ -117,13 +114,13 @@ def evict(
         taken, _, queue = carry
         queue = lax.cond(
             queue.head == queue.tail,
-            lambda: _refill(config, interpret, clock, state, scratch),
+            lambda: _refill(call, clock),
             lambda: Queue(*(x + 0 for x in queue)),
         )
         at = queue.head + window
         inside = at < queue.tail
         row = ln.load(state.queue, s.QUEUE_ROWS + at, inside, 0)
-        epoch = ages.load_epoch(state, clock, row, inside)
+        epoch = ages.load_epoch(call, clock, row, inside)
         used = ln.load(state.row_used, row, inside, 0)
         key = ln.load(state.row_key, row, inside, -1)
         live = inside & (epoch == queue.epoch) & _below(used, row, queue.used, queue.row)
@@ -135,17 +132,17 @@ def evict(
         stays = jnp.min(jnp.where(live & ~take, window, window.shape[0]))
         some = jnp.minimum(jnp.sum(count, dtype=jnp.int32), need - taken)
         # row_used, row_epoch and row_key were loaded above, by all warps; now they may be stored.
-        ln.barrier(interpret)
+        call.barrier()
         ln.store(plan.copy_dst, taken + rank, row, take)
         ln.store(state.row_used, row, clock[1], take)
         ln.store(state.row_epoch, row, clock[0], take & (clock[0] > 0))
         ln.store(state.key_row, key, -1, take)
-        if config.step_map:
+        if plan.step_map is not None:
             expert = key - base
             here = take & (expert >= 0) & (expert < config.num_experts)
             ln.store(plan.step_map, expert, -1, here)
         # The next round loads row_used and row_epoch, the caller copy_dst.
-        ln.barrier(interpret)
+        call.barrier()
         taken = taken + some
         empty = queue.head == queue.tail
         # A live entry that stays though more are needed is too young, and so are all behind it.
@@ -162,18 +159,16 @@ def evict(
     return taken
 
 
-def _refill(
-    config: PoolConfig, interpret: bool, clock: ck.Clock, state: PoolState, scratch
-) -> Queue:
+def _refill(call: ln.Call, clock: ck.Clock) -> Queue:
     """Fills the queue with the oldest rows of the pool, of those older than this step.
 
     Returns:
       The new queue; empty if there is no such row.
     """
-    size = s.QUEUE_SIZE
+    config, state, scratch, size = call.config, call.state, call.scratch, s.QUEUE_SIZE
     sampled = min(SAMPLE, ln.next_power_of_two(config.rows))
     columns = _columns(config)
-    epoch = ages.oldest_epoch(config, state, clock, sampled)
+    epoch = ages.oldest_epoch(call, clock, sampled)
     zero = epoch - epoch
     rows = zero + config.rows  # A select between two literals would lower to one of booleans.
     is_current = epoch == clock[0]
@@ -194,7 +189,7 @@ def _refill(
         spread = spread + ((hashed * stratum) >> 16)
         row = jnp.where(too_many, row, spread)
         inside = jnp.where(too_many, lane < size, row < config.rows)
-        row_epoch = ages.load_epoch(state, clock, row, inside)
+        row_epoch = ages.load_epoch(call, clock, row, inside)
         used = ln.load(state.row_used, row, inside, INT32_MAX)
         counts = inside & (row_epoch == epoch) & _below(used, row, last_used, last_row)
         # Of too many collected rows, half of what the queue holds.
@@ -213,7 +208,7 @@ def _refill(
         @pl.when(~is_plain)
         def _():
             def is_below(used, row, inside):
-                row_epoch = ages.load_epoch(state, clock, row, inside)
+                row_epoch = ages.load_epoch(call, clock, row, inside)
                 return (row_epoch == epoch) & _below(used, row, *bound)
 
             mark_where(is_below)
@@ -271,10 +266,10 @@ def _refill(
         bound = choose_bound(carry[0])
         mark(bound)
         # The marks are loaded below. choose_bound may have loaded rows from scratch, now stored to.
-        ln.barrier(interpret)
+        call.barrier()
         count = write_marked()
         # What was collected is loaded by the next attempt, or by the sort.
-        ln.barrier(interpret)
+        call.barrier()
         return count, bound
 
     count, bound = lax.while_loop(
@@ -282,7 +277,7 @@ def _refill(
         attempt,
         (zero - 1, (last_used, last_row)),
     )
-    return _sort(config, interpret, state, scratch, zero, count, epoch, bound)
+    return _sort(call, zero, count, epoch, bound)
 
 
 def _quantile(used, row, counts, share, last, rows):
@@ -332,13 +327,13 @@ def _quantile(used, row, counts, share, last, rows):
     return jnp.where(is_few, last[0], bound_used), jnp.where(is_few, last[1], bound_row)
 
 
-def _sort(config, interpret, state: PoolState, scratch, zero, count, epoch, bound) -> Queue:
+def _sort(call: ln.Call, zero, count, epoch, bound) -> Queue:
     """Writes the first `count` rows of scratch to the queue, ordered by (word, row).
 
     A row's sort key is its word, less the least one, above its row. What does not fit in int32 stays
     out of the queue, and the bound comes down to it.
     """
-    size = s.QUEUE_SIZE
+    config, state, scratch, size = call.config, call.state, call.scratch, s.QUEUE_SIZE
     place = ln.lane_ids(size)
     inside = place < count
     row = ln.load(scratch, place, inside, 0)
@@ -352,7 +347,7 @@ def _sort(config, interpret, state: PoolState, scratch, zero, count, epoch, boun
     key = jnp.where(fits, ((used - least) << row_bits) | row, INT32_MAX)
     ln.store(scratch, size + place, key, place >= 0)
     # The keys are loaded by all warps.
-    ln.barrier(interpret)
+    call.barrier()
 
     def compare(i, rank):
         other = plgpu.load(scratch.at[size + i * SORT_TILE + ln.lane_ids(SORT_TILE)])
@@ -364,5 +359,5 @@ def _sort(config, interpret, state: PoolState, scratch, zero, count, epoch, boun
     rank = lax.fori_loop(jnp.int32(0), rounds, compare, jnp.zeros(size, jnp.int32))
     ln.store(state.queue, s.QUEUE_ROWS + rank, row, fits)
     # The sorted rows are loaded by all warps.
-    ln.barrier(interpret)
+    call.barrier()
     return Queue(zero, jnp.sum(fits.astype(jnp.int32), dtype=jnp.int32), epoch, *bound)
