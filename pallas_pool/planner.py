@@ -96,10 +96,13 @@ def _call(config, kernel, interpret, layer, ids, weights, state) -> tuple[Plan, 
     planner.__name__ = f"pool_step_{kernel}"
     varying = jax.typeof(layer).manual_axis_type
 
-    def out(shape) -> Any:  # A kernel's scalars are arrays of one element.
+    def out(shape) -> Any:
+        if shape is None:
+            return None
+        # A kernel's scalars are arrays of one element.
         return jax.ShapeDtypeStruct(shape or (1,), jnp.int32, manual_axis_type=varying)
 
-    plan_out = Plan(*[None if shape is None else out(shape) for shape in shapes.values()])
+    plan_out = Plan(*map(out, shapes.values()))
     state_out = jax.tree.map(lambda x: out(x.shape), state)
     words = scratch_words(config)
     scratch_out = out((words,)) if words else None
