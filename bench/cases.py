@@ -72,14 +72,33 @@ def all_staged(config: pp.PoolConfig, rng: np.random.Generator) -> Case:
     return Case("all_staged", False, 0, config.width, _frozen(config, rng, config.width))
 
 
-def promote(config: pp.PoolConfig, rng: np.random.Generator, promoted: int) -> Case:
-    """`promoted` promotions a step, each of which evicts; the other lanes hit."""
+def fewest_turns(config: pp.PoolConfig, promoted: int) -> int:
+    """Turns after which a cold expert may come back and miss.
+
+    Between two selections of it all others are promoted, less those of its own step. They must fill
+    the rows that the hot experts leave.
+    """
+    cold_rows = config.rows - config.num_layers * (config.width - promoted)
+    return max(1, -(-(cold_rows + promoted) // (config.num_layers * promoted)))
+
+
+def promote(
+    config: pp.PoolConfig, rng: np.random.Generator, promoted: int, most_turns: int | None = None
+) -> Case:
+    """`promoted` promotions a step, each of which evicts; the other lanes hit.
+
+    Args:
+      config: the geometry.
+      rng: of the ids.
+      promoted: cold lanes a step.
+      most_turns: where there are experts for more, the circle is cut short. By default it is not.
+    """
     layers, experts, width = config.num_layers, config.num_experts, config.width
     hot = width - promoted
     turns = (experts - hot) // promoted
-    # Between two selections of a cold expert all others are promoted, less those of its own step.
-    # They must fill the rows that the hot experts leave.
-    if layers * turns * promoted - promoted < config.rows - layers * hot:
+    if most_turns is not None:
+        turns = min(turns, most_turns)
+    if turns < fewest_turns(config, promoted):
         raise ValueError(
             f"{config.rows} pool rows hold all {turns * promoted + hot} experts that each of "
             f"{layers} layers selects: no {promoted} promotions a step"

@@ -32,7 +32,7 @@ class Stream(NamedTuple):
     """A case on the device.
 
     Attributes:
-      ids: [T, L, W]; every case of a geometry has the same T, so that all need one compilation.
+      ids: [T, L, W]; the cases of a geometry have the same T, so that all need one compilation.
       turns: [] how many of the T are the case's.
     """
 
@@ -76,9 +76,11 @@ class Chain(NamedTuple):
     launches: dict[str, int]
 
 
-def make_stream(config: pp.PoolConfig, case: Case) -> Stream:
-    """Uploads a case; none has more turns than a layer has experts."""
-    ids = np.full((config.num_experts, config.num_layers, config.width), -1, np.int32)
+def make_stream(config: pp.PoolConfig, case: Case, room: int | None = None) -> Stream:
+    """Uploads a case, with room for so many turns: by default for as many as a layer has experts,
+    and no case has more."""
+    room = config.num_experts if room is None else room
+    ids = np.full((room, config.num_layers, config.width), -1, np.int32)
     ids[: case.turns] = case.ids
     return Stream(jnp.asarray(ids), jnp.int32(case.turns))
 

@@ -1,6 +1,7 @@
 """Tables of a run's timing: for the terminal, and for the README, between its two markers.
 
-`python bench/table.py bench/results/NAME` writes the README's.
+`python bench/table.py bench/results/NAME` writes the README's; folders that bench/sweep.py and
+bench/peers.py have written may follow, and add a table of their own.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 from absl import app
 
 BASELINE = "loop"
+Cell = tuple[str, int, int, int, str]  # The first fields of a SweepRow.
 README = Path(__file__).resolve().parents[1] / "README.md"
 MARKERS = ("<!-- results:start -->", "<!-- results:end -->")
 
@@ -39,8 +41,82 @@ class Row(NamedTuple):
     kernel: tuple[float, float, float] | None
 
 
-def read_records(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "timing.jsonl").read_text().splitlines()]
+class SweepRow(NamedTuple):
+    """An implementation in a cell of a sweep; microseconds a layer step.
+
+    Attributes:
+      sweep: its name.
+      rows: pool rows.
+      width: lanes.
+      promoted: promotions a step.
+      implementation: name of what was timed.
+      quartiles: of the batches of graph replay, medians in the middle, or None.
+      kernel: median, mean, 99th percentile and maximum of the kernel's own durations, or None.
+    """
+
+    sweep: str
+    rows: int
+    width: int
+    promoted: int
+    implementation: str
+    quartiles: tuple[float, float, float] | None
+    kernel: tuple[float, float, float, float] | None
+
+
+def read_records(folder: Path, name: str = "timing.jsonl") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+
+
+def read_sweeps(folders: Iterable[Path]) -> list[dict[str, Any]]:
+    """Records of all sweeps in some folders; of a kernel that two runs have timed, those of the first.
+
+    Raises:
+      FileNotFoundError: a folder has none.
+    """
+    found: list[dict[str, Any]] = []
+    for folder in folders:
+        paths = sorted(folder.glob("sweep.jsonl")) + sorted(folder.glob("peers.jsonl"))
+        if not paths:
+            raise FileNotFoundError(f"neither sweep.jsonl nor peers.jsonl in {folder}")
+        for path in paths:
+            known = {record.get("implementation") for record in found} - {None}
+            new = read_records(folder, path.name)
+            found += [record for record in new if record.get("implementation") not in known]
+    return found
+
+
+def summarize_sweep(records: Iterable[dict[str, Any]]) -> list[SweepRow]:
+    """One row for each implementation in each cell, in the order of the records."""
+    replays: dict[Cell, list[float]] = defaultdict(list)
+    kernels: dict[Cell, list[float]] = {}
+    for record in records:
+        if record["kind"] not in ("batch", "kernel"):
+            continue
+        key: Cell = (
+            record["sweep"],
+            record["rows"],
+            record["width"],
+            record["promoted"],
+            record["implementation"],
+        )
+        if record["kind"] == "batch":
+            replays[key].append(1e6 * record["seconds"] / record["steps"])
+        else:
+            kernels[key] = record["microseconds"]
+    return [
+        SweepRow(
+            *key,
+            _quartiles(replays[key]) if key in replays else None,
+            _durations(kernels[key]) if key in kernels else None,
+        )
+        for key in dict.fromkeys([*replays, *kernels])
+    ]
+
+
+def _durations(times: Sequence[float]) -> tuple[float, float, float, float]:
+    ordered = sorted(times)
+    high = ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
+    return statistics.median(ordered), statistics.fmean(ordered), high, ordered[-1]
 
 
 def summarize(records: Iterable[dict[str, Any]]) -> list[Row]:
@@ -147,9 +223,6 @@ def readme_section(rows: Sequence[Row], notes: Sequence[str], manifest: dict[str
         return _markdown(["lanes", "pattern", *columns], lines)
 
     kernels = list(dict.fromkeys(row.implementation for row in rows if row.kernel))
-    packages = ", ".join(f"{name} {version}" for name, version in manifest["packages"].items())
-    command = " ".join(["python", *manifest["argv"]])
-    commit = manifest["git"]["commit"] + (" with changes" if manifest["git"]["dirty"] else "")
     parts = [
         "Graph replay, microseconds a layer step: median (quartiles) of the batches, and the ratio "
         f"of medians to `{BASELINE}`.",
@@ -161,11 +234,73 @@ def readme_section(rows: Sequence[Row], notes: Sequence[str], manifest: dict[str
             table(kernel, kernels),
         ]
     parts += [" ".join(notes)] if notes else []
-    parts.append(
+    parts.append(_ran_on(manifest))
+    return "\n\n".join(parts)
+
+
+def sweep_terminal_table(rows: Iterable[SweepRow]) -> str:
+    """One line a row."""
+    lines = [["sweep", "implementation", "rows", "lanes", "promoted", "replay", "q1", "q3"]]
+    lines[0] += ["kernel median", "mean", "p99", "max"]
+    for row in rows:
+        line = [row.sweep, row.implementation, str(row.rows), str(row.width), str(row.promoted)]
+        low, middle, high = map(_number, row.quartiles) if row.quartiles else ["-"] * 3
+        kernel = list(map(_number, row.kernel)) if row.kernel else ["-"] * 4
+        lines.append([*line, middle, low, high, *kernel])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(size) if i < 2 else cell.rjust(size)
+            for i, (cell, size) in enumerate(zip(line, widths, strict=True))
+        )
+        for line in lines
+    )
+
+
+def sweep_section(records: Sequence[dict[str, Any]]) -> str:
+    """The README's tables of the sweeps: a column for each implementation."""
+    rows = summarize_sweep(records)
+    names = list(dict.fromkeys(row.implementation for row in rows))
+    cells = {row[:5]: row for row in rows}
+
+    def cell(row: SweepRow | None) -> str:
+        if row is None:
+            return ""
+        replay = _number(row.quartiles[1]) if row.quartiles else "-"
+        if row.kernel is None:
+            return replay
+        median, mean, _, slowest = map(_number, row.kernel)
+        return f"{replay}; {median} / {mean} / {slowest}"
+
+    lines = [
+        [*map(str, key[1:]), *(cell(cells.get((*key, name))) for name in names)]
+        for key in dict.fromkeys(row[:4] for row in rows)
+    ]
+    computes = {
+        record["implementation"]: record["text"]
+        for record in records
+        if record["kind"] == "computes"
+    }
+    parts = [
+        "Microseconds a layer step: graph replay, median of the batches; then the kernel's own "
+        "durations by CUPTI, median / mean / slowest step.",
+        _markdown(["pool rows", "lanes", "promoted", *names], lines),
+        *(f"`{name}`: {text}" for name, text in computes.items()),
+    ]
+    return "\n\n".join(parts)
+
+
+def _ran_on(manifest: dict[str, Any]) -> str:
+    """The command, the machine and the sources of a run, as a sentence."""
+    packages = ", ".join(f"{name} {version}" for name, version in manifest["packages"].items())
+    command = " ".join(["python", *manifest["argv"]])
+    commit = manifest["git"]["commit"] + (" with changes" if manifest["git"]["dirty"] else "")
+    if commit.startswith("missing"):  # Run in a copy of the sources without their history.
+        commit = "unknown, see the hashes in its manifest"
+    return (
         f"`{command}` on {manifest['device']}, driver {manifest['driver']}, "
         f"Python {manifest['python']}, {packages}; commit {commit}; {manifest['time']}."
     )
-    return "\n\n".join(parts)
 
 
 def replace_section(text: str, section: str) -> str:
@@ -182,13 +317,35 @@ def replace_section(text: str, section: str) -> str:
     return f"{before}{start}\n{section}\n{end}{after}"
 
 
+def merge_runs(folders: Sequence[Path]) -> list[dict[str, Any]]:
+    """Records of the first run, and the kernels' durations in cells where only a later run has them."""
+    records = read_records(folders[0])
+
+    def cell(record: dict[str, Any]) -> tuple[Any, ...]:
+        return record["width"], record["case"], record["implementation"]
+
+    for folder in folders[1:]:
+        known = {cell(record) for record in records if record["kind"] == "kernel"}
+        later = [record for record in read_records(folder) if record["kind"] == "kernel"]
+        records += [record for record in later if cell(record) not in known]
+    return records
+
+
 def main(argv: Sequence[str]) -> None:
-    if len(argv) != 2:
-        raise app.UsageError("one argument: the folder that bench/run.py has written")
-    folder = Path(argv[1])
-    manifest = json.loads((folder / "manifest.json").read_text())
-    records = read_records(folder)
-    section = readme_section(summarize(records), graph_notes(records), manifest)
+    if len(argv) < 2:
+        raise app.UsageError(
+            "arguments: folders that bench/run.py has written, the first for the replays and each for "
+            "the kernels' durations that those before lack; then folders of sweeps"
+        )
+    folders = list(map(Path, argv[1:]))
+    runs = [folder for folder in folders if (folder / "timing.jsonl").exists()]
+    sweeps = [folder for folder in folders if folder not in runs]
+    first, *others = (json.loads((each / "manifest.json").read_text()) for each in (*runs, *sweeps))
+    records = merge_runs(runs)
+    parts = [readme_section(summarize(records), graph_notes(records), first)]
+    if sweeps:
+        parts.append(sweep_section(read_sweeps(sweeps)))
+    section = "\n\n".join([*parts, *map(_ran_on, others)])
     README.write_text(replace_section(README.read_text(), section))
 
 

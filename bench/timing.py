@@ -32,24 +32,30 @@ def replay(
     chains: dict[str, Chain],
     carries: dict[str, Carry],
     stream: Stream,
-    effort: Effort,
+    efforts: dict[str, Effort],
 ) -> Iterator[dict[str, Any]]:
     """Yields one record a batch; updates `carries`.
 
-    In every round each chain has one batch, and each round begins with another chain.
+    In every round each chain that has batches left has one, and each round begins with another.
     """
-    names = list(chains)
-    for batch in range(effort.batches):
+    for batch in range(max(effort.batches for effort in efforts.values())):
+        names = [name for name in chains if batch < efforts[name].batches]
         first = batch % len(names)
         for order, name in enumerate(names[first:] + names[:first]):
             call, carry = chains[name].call, carries[name]
             begin = time.perf_counter()
-            for _ in range(effort.replays):
+            for _ in range(efforts[name].replays):
                 carry = call(carry, stream)
             jax.block_until_ready(carry)
             seconds = time.perf_counter() - begin
             carries[name] = carry
-            yield {"implementation": name, "batch": batch, "order": order, "seconds": seconds}
+            yield {
+                "implementation": name,
+                "batch": batch,
+                "order": order,
+                "seconds": seconds,
+                "replays": efforts[name].replays,
+            }
 
 
 def time_case(
@@ -78,20 +84,20 @@ def time_case(
     for name, chain in chains.items():
         for _ in range(WARM_UP_CALLS):
             carries[name] = chain.call(carries[name], stream)
-    _check_same_state(config, case, carries)
+    check_same_state(config, case, carries)
 
     for effort in dict.fromkeys(efforts.values()):
         group = {name: chain for name, chain in chains.items() if efforts[name] == effort}
         ran = {name: carries[name] for name in group}
-        for record in replay(group, ran, stream, effort):
-            yield {"kind": "batch"} | record | {"replays": effort.replays}
+        for record in replay(group, ran, stream, dict.fromkeys(group, effort)):
+            yield {"kind": "batch"} | record
         carries |= ran
         if baseline not in ran:
             carry = begin(baseline)
             for _ in range(WARM_UP_CALLS + effort.batches * effort.replays):
                 carry = chains[baseline].call(carry, stream)
             ran = {baseline: carry} | ran
-        _check_same_state(config, case, ran)
+        check_same_state(config, case, ran)
     counted += check_counts(config, IMPLEMENTATIONS[baseline], case, carries[baseline], stream)
     yield {
         "kind": "checks",
@@ -102,7 +108,7 @@ def time_case(
     }
 
 
-def _check_same_state(config: pp.PoolConfig, case: Case, carries: dict[str, Carry]) -> None:
+def check_same_state(config: pp.PoolConfig, case: Case, carries: dict[str, Carry]) -> None:
     snapshots = {name: pp.snapshot(config, carry.state) for name, carry in carries.items()}
     first, *others = snapshots
     for name in others:
@@ -114,17 +120,33 @@ def _check_same_state(config: pp.PoolConfig, case: Case, carries: dict[str, Carr
 
 
 def kernel_durations(config: pp.PoolConfig, case: Case, kernel: str, turns: int) -> list[float]:
-    """Microseconds of every step of `turns` forwards in the steady state, by CUPTI.
+    """Microseconds of every step of `turns` forwards in the steady state, by CUPTI."""
+    implementation, stream = IMPLEMENTATIONS[kernel], make_stream(config, case)
+    carry = settle(config, implementation, case, stream)
+    return durations_of_walk(config, kernel, turns, carry, stream)
+
+
+@functools.cache
+def jitted_walk(config: pp.PoolConfig, kernel: str, turns: int) -> Any:
+    """The walk as a function of its own, compiled once for all cases of a geometry."""
+    return jax.jit(functools.partial(walk, config, IMPLEMENTATIONS[kernel], turns))
+
+
+@functools.cache
+def _kernel_names(config: pp.PoolConfig, kernel: str) -> tuple[str, ...]:
+    return tuple(each.name for each in artifacts.planner_kernels(config, kernel))
+
+
+def durations_of_walk(
+    config: pp.PoolConfig, kernel: str, turns: int, carry: Carry, stream: Stream
+) -> list[float]:
+    """Microseconds of every step of `turns` forwards from `carry` on, by CUPTI.
 
     Where a step launches several kernels, theirs are added up.
     """
-    implementation, stream = IMPLEMENTATIONS[kernel], make_stream(config, case)
-    carry = settle(config, implementation, case, stream)
-    measured = profiler.measure(
-        functools.partial(walk, config, implementation, turns), aggregate=False
-    )
-    _, launches = measured(carry, stream)
-    names = tuple(each.name for each in artifacts.planner_kernels(config, kernel))
+    function = jitted_walk(config, kernel, turns)
+    _, launches = profiler.measure(function, aggregate=False)(carry, stream)
+    names = _kernel_names(config, kernel)
     milliseconds = [each for name, each in launches or () if name.startswith(names)]
     steps = turns * config.num_layers
     if len(milliseconds) != steps * len(names):

@@ -28,6 +28,7 @@ PROMOTE_INTERVAL = 6
 PROMOTE_MIN_MISSES = 7
 PROTECT_RECENT = 8
 ERROR = 9
+LAYERS = 10  # Of the config that the state was made for; no step reads it.
 NUM_SCALARS = 16
 
 # Indices into PoolState.queue, see there.
@@ -67,7 +68,8 @@ class PoolState:
       row_used: [R] clock of the row's last selection, low word.
       row_epoch: [R] the same, high word: 0 during the first 2**31 steps.
       miss_count: [L*E] misses of a key since it was last resident; stays at 2**31-1 once there.
-      scalars: [16] clock, forwards, controls and error, at the indices named in this module.
+      scalars: [16] clock, forwards, controls, error and the number of layers, at the indices named in this
+        module.
       queue: [8+512] the next victims, for the fused kernel alone, which fills it from the tables when
         it is empty: head, tail, the bound (epoch, used, row), and from index 8 on pool rows. All pool
         rows that were used before the bound (the lower row first, where the clock ties) stand in
@@ -178,6 +180,7 @@ def init_state(
     row_key[: config.rows] = keys
     scalars = np.zeros(NUM_SCALARS, np.int32)
     scalars[[GATE, PROMOTE_INTERVAL, PROMOTE_MIN_MISSES]] = 1
+    scalars[LAYERS] = config.num_layers
     return PoolState(
         key_row=jnp.asarray(key_row),
         row_key=jnp.asarray(row_key),
@@ -311,11 +314,10 @@ def check_geometry(
     """Raises `error` where an array of the state has not the shape and dtype that `config` asks for."""
     for name, shape in state_shapes(config).items():
         array = getattr(state, name)
-        if tuple(jnp.shape(array)) != shape or jnp.result_type(array) != jnp.int32:
-            raise error(
-                f"state.{name} must be int32{list(shape)} for this config, "
-                f"got {jnp.result_type(array)}{list(jnp.shape(array))}"
-            )
+        dtype, got = getattr(array, "dtype", None), tuple(getattr(array, "shape", ()))
+        if got != shape or dtype != jnp.int32:
+            what = type(array).__name__ if dtype is None else f"{dtype}{list(got)}"
+            raise error(f"state.{name} must be int32{list(shape)} for this config, got {what}")
 
 
 def check_state(config: PoolConfig, state: PoolState) -> None:
@@ -327,6 +329,10 @@ def check_state(config: PoolConfig, state: PoolState) -> None:
     """
     tables = snapshot(config, state)
     host = jax.device_get(state)
+    if host.scalars[LAYERS] != config.num_layers:
+        raise PoolError(
+            f"the state was made for {host.scalars[LAYERS]} layers, the config has {config.num_layers}"
+        )
     for name, (index, low, high) in CONTROLS.items():
         if not low <= host.scalars[index] <= high:
             raise PoolError(f"{name} must be in [{low}, {high}], got {host.scalars[index]}")
@@ -362,7 +368,7 @@ def check_state(config: PoolConfig, state: PoolState) -> None:
         raise PoolError(f"forwards = {forwards}: more than the clock {clock}")
     resident_misses = (key_row != -1) & (host.miss_count != 0)
     refuse("miss_count", resident_misses, "misses of a resident expert")
-    _check_queue(config, host, tables["row_used"])
+    _check_queue(config, host, tables["row_used"], clock)
     if host.scalars[ERROR] != 0:
         raise PoolError(
             "a step saw an invalid lane (an id outside [0, E) other than -1, a layer outside "
@@ -371,16 +377,19 @@ def check_state(config: PoolConfig, state: PoolState) -> None:
         )
 
 
-def _check_queue(config: PoolConfig, host: PoolState, row_used: np.ndarray) -> None:
+def _check_queue(config: PoolConfig, host: PoolState, row_used: np.ndarray, clock: int) -> None:
     head, tail = int(host.queue[QUEUE_HEAD]), int(host.queue[QUEUE_TAIL])
     if not 0 <= head <= tail <= QUEUE_SIZE:
         raise PoolError(f"queue: head {head}, tail {tail} are not 0 <= head <= tail <= {QUEUE_SIZE}")
     queued = host.queue[QUEUE_ROWS + head : QUEUE_ROWS + tail]
     if ((queued < 0) | (queued >= config.rows)).any():
         raise PoolError(f"queue: an entry is no pool row in [0, {config.rows})")
-    bound = _wide(int(host.queue[QUEUE_EPOCH]), int(host.queue[QUEUE_USED]))
+    words = host.queue[[QUEUE_EPOCH, QUEUE_USED, QUEUE_ROW]]
+    bound = _wide(int(words[0]), int(words[1]))
+    if (words < 0).any() or bound > clock:
+        raise PoolError(f"queue: its bound {words.tolist()} is negative or later than the clock {clock}")
     row = np.arange(config.rows)
-    is_older = (row_used < bound) | ((row_used == bound) & (row < host.queue[QUEUE_ROW]))
+    is_older = (row_used < bound) | ((row_used == bound) & (row < words[2]))
     older = row[is_older]
     expected = older[np.lexsort((older, row_used[older]))]
     if not np.array_equal(queued[is_older[queued]], expected):
