@@ -43,12 +43,12 @@ def _git() -> dict[str, Any]:
     return {"commit": commit, "dirty": bool(_output("git", "status", "--porcelain"))}
 
 
-def manifest(arguments: Sequence[str], flags: dict[str, Any]) -> dict[str, Any]:
+def manifest(argv: Sequence[str], flags: dict[str, Any]) -> dict[str, Any]:
     """Everything that a reader needs to judge or repeat a run."""
     files = sorted(path for pattern in SOURCES for path in ROOT.glob(pattern))
     return {
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "argv": ["bench/run.py", *arguments],
+        "argv": list(argv),
         "flags": flags,
         "backend": jax.default_backend(),
         "device": jax.devices()[0].device_kind,

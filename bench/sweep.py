@@ -357,8 +357,7 @@ def begin(
     # Where the results go is left out: it says nothing about them.
     described_flags = [flags.FLAGS[name] for name in own]
     given = [flag.serialize() for flag in described_flags if flag.present]
-    described = manifest(given, {flag.name: flag.value for flag in described_flags})
-    described["argv"] = [script, *given]
+    described = manifest([script, *given], {flag.name: flag.value for flag in described_flags})
     described["packages"] |= packages
     (folder / "manifest.json").write_text(json.dumps(described, indent=1) + "\n")
     return folder

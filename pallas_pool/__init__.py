@@ -14,6 +14,7 @@ from pallas_pool.state import (
     snapshot,
 )
 from pallas_pool.version import __version__
+from pallas_pool.warm_start import spread_rows, warm_start
 
 __all__ = [
     "KERNELS",
@@ -28,5 +29,7 @@ __all__ = [
     "init_state",
     "set_controls",
     "snapshot",
+    "spread_rows",
     "step",
+    "warm_start",
 ]

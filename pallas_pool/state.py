@@ -386,8 +386,11 @@ def _check_queue(config: PoolConfig, host: PoolState, row_used: np.ndarray, cloc
         raise PoolError(f"queue: an entry is no pool row in [0, {config.rows})")
     words = host.queue[[QUEUE_EPOCH, QUEUE_USED, QUEUE_ROW]]
     bound = _wide(int(words[0]), int(words[1]))
-    if (words < 0).any() or bound > clock:
-        raise PoolError(f"queue: its bound {words.tolist()} is negative or later than the clock {clock}")
+    if (words < 0).any() or bound > clock or (host.row_epoch < words[0]).any():
+        raise PoolError(
+            f"queue: its bound {words.tolist()} is negative, later than the clock {clock}, or of a later "
+            "epoch than a row"
+        )
     row = np.arange(config.rows)
     is_older = (row_used < bound) | ((row_used == bound) & (row < words[2]))
     older = row[is_older]
