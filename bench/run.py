@@ -216,7 +216,8 @@ def main(argv: Sequence[str]) -> None:
     module = flags.FLAGS.find_module_defining_flag(_OUT.name)
     own = [f for f in flags.FLAGS.get_key_flags_for_module(module) if f.name != _OUT.name]
     given = [flag.serialize() for flag in own if flag.present]
-    _write(folder / "manifest.json", manifest(["bench/run.py", *given], {flag.name: flag.value for flag in own}))
+    values = {flag.name: flag.value for flag in own}
+    _write(folder / "manifest.json", manifest(["bench/run.py", *given], values))
     if not check(folder):
         sys.exit(1)
     compile_all(folder)
