@@ -1,8 +1,11 @@
-"""Settings of the test run: two host devices for `shard_map`, Hypothesis profiles, the GPU marker."""
+"""Settings of the test run: two host devices, Hypothesis profiles, the GPU marker."""
 
+import gc
 import os
+from pathlib import Path
 
-# Before JAX starts: the host poses as two devices.
+# Before JAX starts: several processes share a GPU, and the host poses as two devices.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 FLAG = "--xla_force_host_platform_device_count"
 if FLAG not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAG}=2".strip()
@@ -26,6 +29,20 @@ hypothesis.settings.register_profile(
     print_blob=True,
 )
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+MAPPINGS = Path("/proc/self/maps")
+MOST_MAPPINGS = 40_000
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_mappings():
+    """Lets go of compiled programs before they are too many: each holds memory mappings, of which
+    Linux allows a process 65530, and XLA's compiler crashes where it gets no more."""
+    yield
+    if MAPPINGS.exists() and MAPPINGS.read_bytes().count(b"\n") > MOST_MAPPINGS:
+        jax.clear_caches()
+        gc.collect()
 
 
 def pytest_configure(config):

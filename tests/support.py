@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import warnings
@@ -38,8 +37,10 @@ def step_function(name, **options):
 
 @functools.cache
 def one_step(name, config):
-    """(state, layer, ids, weights=None) -> (plan, state), compiled once a shape: a kernel's call does
-    that by itself, the reference's needs a `jit`."""
+    """(state, layer, ids, weights=None) -> (plan, state), compiled once a shape.
+
+    A kernel's call does that by itself, the reference's needs a `jit`.
+    """
     step = functools.partial(step_function(name), config)
     return jax.jit(step) if name == "reference" else step
 
@@ -54,7 +55,7 @@ def scanned_steps(name, config):
             plan, state = step_function(name)(config, state, *x)
             return state, (plan, state)
 
-        return lax.scan(body, state, (layers, ids, weights))
+        return lax.scan(body, state, (layers, ids, weights))[1]
 
     return run
 
@@ -65,7 +66,7 @@ def plan_dict(plan):
 
 
 def assert_same(got, want, where=""):
-    """Two dicts of arrays and ints (plans or snapshots) have the same fields and the same values."""
+    """Two dicts of arrays and ints (plans or snapshots) have the same fields and values."""
     names = set(got) | (set(want) - {"step_map"})
     for name in sorted(names):
         assert name in got and name in want, f"{where}: {name} is in one alone"
@@ -86,13 +87,11 @@ def run_steps(name, config, state, layers, ids, weights=None):
     piece = functools.partial(_piece, steps, np.asarray(layers, np.int32), np.asarray(ids), weights)
     results = []
     for start in range(0, steps, PIECE):
-        _, stacked = scanned_steps(name, config)(state, *piece(start))
-        last = min(PIECE, steps - start) - 1
-        state = jax.tree.map(lambda x, last=last: x[last], stacked[1])
-        plans, states = jax.device_get(stacked)
-        for t in range(last + 1):
+        plans, states = jax.device_get(scanned_steps(name, config)(state, *piece(start)))
+        for t in range(min(PIECE, steps - start)):
             plan, after = jax.tree.map(lambda x, t=t: x[t], (plans, states))
             results.append((plan_dict(plan), pp.snapshot(config, after)))
+        state = jax.tree.map(jnp.asarray, after)
     return results, state
 
 
@@ -212,12 +211,15 @@ def check_all(config, state, oracle, layers, ids, weights=None, names=IMPLEMENTA
     return states
 
 
-def lower_for_cuda(function, *args, **jit_options):
-    """Lowers `jit(function)` as for a GPU, whether there is one or not."""
+def abstract_gpus(count=1, axis="x"):
+    """A mesh of GPUs to lower for, whether there are any or not."""
     device = jax.sharding.AbstractDevice("NVIDIA H200", num_cores=None, platform="gpu")
-    mesh = jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device)
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(warnings.catch_warnings())
+    auto = (jax.sharding.AxisType.Auto,)
+    return jax.sharding.AbstractMesh((count,), (axis,), axis_types=auto, abstract_device=device)
+
+
+def lower_for_cuda(function, *args, mesh=None, **jit_options):
+    """Lowers `jit(function)` as for a GPU; `args` may be mere shapes."""
+    with warnings.catch_warnings(), jax.sharding.use_abstract_mesh(mesh or abstract_gpus()):
         warnings.filterwarnings("ignore", "The Pallas Triton backend", DeprecationWarning)
-        stack.enter_context(jax.sharding.use_abstract_mesh(mesh))
         return jax.jit(function, **jit_options).trace(*args).lower(lowering_platforms=("cuda",))

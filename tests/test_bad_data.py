@@ -1,4 +1,4 @@
-"""Data that only the device sees: ids and weights of every dtype at their extremes, layers out of range."""
+"""Data that only the device sees: extreme ids and weights of every dtype, layers out of range."""
 
 import jax.numpy as jnp
 import ml_dtypes
@@ -31,8 +31,11 @@ IDS = {
 
 
 def extreme_weights(dtype):
-    """Weights of invalid lanes, and of valid ones: NaN with any payload and sign, infinite or negative
-    are invalid; minus zero and positive subnormals are not."""
+    """Weights of invalid lanes, and of valid ones.
+
+    NaN with any payload and sign, infinite or negative are invalid; minus zero and positive
+    subnormals are not.
+    """
     info, word = ml_dtypes.finfo(dtype), np.dtype(f"u{np.dtype(dtype).itemsize}")
     infinity, sign = int(np.array(np.inf, dtype).view(word)), 1 << (8 * word.itemsize - 1)
     payloads = [1, 1 << (info.nmant - 1), (1 << info.nmant) - 1]

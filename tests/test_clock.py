@@ -41,7 +41,7 @@ def test_across_the_edge(epoch, protect):
 
 
 def test_ties_before_and_after_the_edge():
-    """All rows tie at the last clock before the edge; those promoted in one step tie again after it."""
+    """All rows tie at the last clock before the edge; those of one step tie again after it."""
     for clock in (EDGE - 1, EDGE, 2 * EDGE - 1, 3 * EDGE - 2):
         state, oracle = aged(CONFIG, clock, 0, [clock] * CONFIG.rows)
         layers = [0, 1, 0, 1]
@@ -55,7 +55,7 @@ def test_ties_before_and_after_the_edge():
 
 
 def test_rows_of_several_epochs():
-    """The smallest word is not the oldest row where epochs differ; the largest word is a word too."""
+    """Where epochs differ the smallest word is not the oldest row; the largest word is a word."""
     clock = 3 * EDGE + 17
     ages = [3 * EDGE, EDGE - 1, 2 * EDGE, 2 * EDGE - 1, EDGE - 1, EDGE, 3 * EDGE + 16]
     state, oracle = aged(CONFIG, clock, 5, ages)

@@ -156,7 +156,7 @@ def test_protect_recent_at_its_most_protects_every_row_of_a_young_pool():
 
 @pytest.mark.parametrize("least", [MOST - 1, MOST])
 def test_miss_counts_saturate(least):
-    """Counts near the most stay at the most, and are promoted at promote_min_misses as any others."""
+    """Counts near the most stop at the most, and are promoted at promote_min_misses as ever."""
     resident = {0, 1, 2, 16, 17, 18, 19}
     misses = {key: MOST - 3 + key % 4 for key in range(24) if key not in resident}
     state, oracle = aged(CONFIG, 9, 3, miss_count=misses)

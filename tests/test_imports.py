@@ -1,4 +1,4 @@
-"""What `import pallas_pool` pulls in: JAX and NumPy with what they need themselves, and nothing else."""
+"""`import pallas_pool` pulls in JAX and NumPy, with what they need themselves, and nothing else."""
 
 import subprocess
 import sys

@@ -1,7 +1,7 @@
 """The planner's rules one by one, with plans and states worked out by hand.
 
-Two layers of six experts; each layer starts with its experts 0 and 1 in the bank, so pool rows 0 and 1
-are layer 0's, rows 2 and 3 layer 1's, and staging rows are 4 to 7.
+Two layers of six experts; each layer starts with its experts 0 and 1 in the bank, so pool rows 0
+and 1 are layer 0's, rows 2 and 3 layer 1's, and staging rows are 4 to 11.
 """
 
 import numpy as np
@@ -10,7 +10,7 @@ import pytest
 import pallas_pool as pp
 from tests.support import IMPLEMENTATIONS, Pool
 
-CONFIG = pp.PoolConfig(num_layers=2, num_experts=6, rows_per_layer=2, staging_rows=4, width=4)
+CONFIG = pp.PoolConfig(num_layers=2, num_experts=6, rows_per_layer=2, staging_rows=8, width=8)
 
 
 @pytest.fixture(params=("oracle", *IMPLEMENTATIONS))
@@ -23,7 +23,7 @@ def check(plan, *, ids, routes, promoted=(), staged=(), step_map):
     copies = [*promoted, *staged]
 
     def lanes(values):
-        return [*values, *[-1] * (4 - len(values))]
+        return [*values, *[-1] * (8 - len(values))]
 
     want = {
         "safe_ids": lanes(ids),
@@ -64,7 +64,7 @@ def test_a_miss_evicts_the_oldest_row_and_the_first_of_its_age(pool):
         promoted=[(4, 2), (3, 3)],
         step_map=[-1, -1, -1, 3, 2, -1],
     )
-    assert facts(pool, "row_key", "row_used") == [[0, 5, 10, 9, -1, -1, -1, -1], [1, 1, 2, 2]]
+    assert facts(pool, "row_key", "row_used") == [[0, 5, 10, 9] + [-1] * 8, [1, 1, 2, 2]]
     assert facts(pool, "key_row") == [[0, -1, -1, -1, -1, 1, -1, -1, -1, 3, 2, -1]]
 
 
@@ -83,20 +83,17 @@ def test_hits_are_stamped_before_any_victim_is_chosen(pool):
     assert facts(pool, "row_used") == [[1, 1, 1, 0]]
 
 
-def test_no_row_selected_in_a_step_is_evicted_in_it():
-    config = pp.PoolConfig(1, 6, 2, 4, 4)
-    for name in ("oracle", *IMPLEMENTATIONS):
-        pool = Pool(name, config)
-        plan = pool.step(0, [0, 3, 4, 5])
-        check(
-            plan,
-            ids=[0, 3, 4, 5],
-            routes=[0, 1, 2, 3],
-            promoted=[(3, 1)],
-            staged=[(4, 2), (5, 3)],
-            step_map=[0, -1, -1, 1, 2, 3],
-        )
-        assert facts(pool, "miss_count") == [[0, 0, 0, 0, 1, 1]]
+def test_no_row_selected_in_a_step_is_evicted_in_it(pool):
+    plan = pool.step(0, [0, 2, 1, 3, 4, 5])
+    check(
+        plan,
+        ids=[0, 2, 1, 3, 4, 5],
+        routes=[0, 2, 1, 3, 4, 5],
+        promoted=[(2, 2), (3, 3)],
+        staged=[(4, 4), (5, 5)],
+        step_map=[0, 1, 2, 3, 4, 5],
+    )
+    assert facts(pool, "miss_count", "row_used") == [[0, 0, 0, 0, 1, 1] + [0] * 6, [1] * 4]
 
 
 def test_duplicates_share_a_row_and_count_one_miss(pool):
@@ -169,7 +166,7 @@ def test_interval_one_promotes_before_the_first_forward(pool):
 
 
 def test_protect_recent_is_strict(pool):
-    # Rows unused so far are of clock 0: one forward is two clocks, so they are victims from clock 3 on.
+    # Rows unused so far are of clock 0; a forward is two clocks: they are victims from clock 3 on.
     pool.set(protect_recent=1)
     for _ in range(2):
         plan = pool.step(1, [5])

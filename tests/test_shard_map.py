@@ -1,7 +1,5 @@
 """`step` under `shard_map` on two devices, each with its own pool."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,42 +8,96 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import pallas_pool as pp
+from bench.artifacts import CUSTOM_CALL
 from tests.oracle import Oracle
-from tests.support import CONFIG, IMPLEMENTATIONS, assert_same, plan_dict, step_function
+from tests.support import (
+    CONFIG,
+    IMPLEMENTATIONS,
+    KERNELS,
+    abstract_gpus,
+    assert_same,
+    lower_for_cuda,
+    plan_dict,
+    step_function,
+)
 
-DEVICES = 2
+# All devices plan the same layer, each for ids of its own: the layer does not vary, the rest does.
+SPECS = (P("d"), P(), P("d"), P("d"))
 
 
-def mesh(axis_type):
+def mesh_of(devices, axis_type=AxisType.Auto):
+    return jax.make_mesh((len(devices),), ("d",), (axis_type,), devices=devices)
+
+
+def two_devices():
     """Two GPUs where there are two, else the host posing as two devices."""
-    devices = jax.devices() if len(jax.devices()) >= DEVICES else jax.devices("cpu")
-    return jax.make_mesh((DEVICES,), ("d",), (axis_type,), devices=devices[:DEVICES])
+    return (jax.devices() if len(jax.devices()) > 1 else jax.devices("cpu"))[:2]
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("name", IMPLEMENTATIONS)
-def test_a_pool_on_each_device(name, axis_type):
+def sharded_step(name, mesh, check_vma):
     def one(state, layer, ids, weights):
-        state, layer, ids, weights = jax.tree.map(lambda x: x[0], (state, layer, ids, weights))
+        state, ids, weights = jax.tree.map(lambda x: x[0], (state, ids, weights))
         result = step_function(name)(CONFIG, state, layer, ids, weights)
         return jax.tree.map(lambda x: x[None], result)
 
-    here = mesh(axis_type)
-    sharded = functools.partial(jax.device_put, device=NamedSharding(here, P("d")))
-    run = jax.jit(jax.shard_map(one, mesh=here, in_specs=P("d"), out_specs=P("d"), check_vma=False))
-    states = sharded(jax.tree.map(lambda x: jnp.stack([x] * DEVICES), pp.init_state(CONFIG)))
-    oracles = [Oracle.of(CONFIG) for _ in range(DEVICES)]
+    return jax.shard_map(one, mesh=mesh, in_specs=SPECS, out_specs=P("d"), check_vma=check_vma)
+
+
+def arguments(mesh, rng, states):
+    lanes = len(mesh.devices), CONFIG.width
+    layer = rng.integers(0, CONFIG.num_layers, dtype=np.int32)
+    ids = rng.integers(-1, CONFIG.num_experts, lanes, np.int32)
+    weights = rng.choice(np.array([1, 0.5, -1], np.float32), lanes)
+    shardings = [NamedSharding(mesh, spec) for spec in SPECS]
+    return jax.device_put((states, layer, ids, weights), tuple(shardings))
+
+
+def check(name, mesh, check_vma):
+    devices = len(mesh.devices)
+    run = jax.jit(sharded_step(name, mesh, check_vma))
+    states = jax.tree.map(lambda x: jnp.stack([x] * devices), pp.init_state(CONFIG))
+    oracles = [Oracle.of(CONFIG) for _ in range(devices)]
     rng = np.random.default_rng(2)
     for step in range(6):
-        layers = rng.integers(0, CONFIG.num_layers, DEVICES, np.int32)
-        ids = rng.integers(-1, CONFIG.num_experts, (DEVICES, CONFIG.width), np.int32)
-        weights = rng.choice(np.array([1, 0.5, -1], np.float32), ids.shape)
-        plans, states = run(states, *map(sharded, (layers, ids, weights)))
-        assert len(plans.routes.sharding.device_set) == DEVICES
-        for device, oracle in enumerate(oracles):
-            want = oracle.step(int(layers[device]), ids[device], weights[device])
-            got = plan_dict(jax.tree.map(lambda x, device=device: x[device], jax.device_get(plans)))
-            assert_same(got, want, f"device {device}, step {step}")
-    for device, oracle in enumerate(oracles):
-        state = jax.tree.map(lambda x, device=device: x[device], jax.device_get(states))
-        assert_same(pp.snapshot(CONFIG, state), oracle.snapshot(), f"device {device}")
+        states, layer, ids, weights = arguments(mesh, rng, states)
+        plans, states = run(states, layer, ids, weights)
+        assert len(plans.routes.sharding.device_set) == devices
+        host = jax.device_get(plans)
+        for i, oracle in enumerate(oracles):
+            want = oracle.step(int(layer), np.asarray(ids)[i], np.asarray(weights)[i])
+            got = plan_dict(jax.tree.map(lambda x, i=i: x[i], host))
+            assert_same(got, want, f"device {i}, step {step}")
+    host = jax.device_get(states)
+    for i, oracle in enumerate(oracles):
+        state = jax.tree.map(lambda x, i=i: x[i], host)
+        assert_same(pp.snapshot(CONFIG, state), oracle.snapshot(), f"device {i}")
+
+
+@pytest.mark.parametrize(
+    "name, axis_type",
+    [*((name, AxisType.Auto) for name in IMPLEMENTATIONS), ("masked", AxisType.Explicit)],
+)
+def test_a_pool_on_each_device(name, axis_type):
+    check(name, mesh_of(two_devices(), axis_type), check_vma=False)
+
+
+def test_the_reference_with_varying_axes_checked():
+    check("reference", mesh_of(two_devices()), check_vma=True)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_kernel_with_varying_axes_checked_lowers_for_a_gpu(name):
+    """As far as one gets without a GPU: JAX's interpreter of Pallas does not know these checks."""
+    mesh = abstract_gpus(2, "d")
+    state = jax.eval_shape(lambda: pp.init_state(CONFIG))
+    states = jax.tree.map(lambda x: jax.ShapeDtypeStruct((2, *x.shape), x.dtype), state)
+    layer, ids = (jax.ShapeDtypeStruct(s, jnp.int32) for s in ((), (2, CONFIG.width)))
+    weights = jax.ShapeDtypeStruct(ids.shape, jnp.float32)
+    step = sharded_step(name, mesh, check_vma=True)
+    assert CUSTOM_CALL in lower_for_cuda(step, states, layer, ids, weights, mesh=mesh).as_text()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_kernel_with_varying_axes_checked(name):
+    check(name, mesh_of(jax.devices()[:2]), check_vma=True)

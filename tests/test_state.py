@@ -1,4 +1,4 @@
-"""`init_state`, `snapshot`, `clear_error`, and `check_state`, which finds every corruption and names it."""
+"""`init_state`, `snapshot`, `clear_error`; `check_state` finds every corruption and names it."""
 
 import dataclasses
 

@@ -17,7 +17,7 @@ TRACES = Path(__file__).parent.parent.parent / "shared" / "traces"
 EXPERTS = 128
 LIMITED = {"promote_limit": 1, "promote_min_misses": 2, "protect_recent": 1}
 
-# Trace, rows a layer, controls -> selections, hits, promotions, staged; from the README beside them.
+# Trace, rows a layer, controls -> selections, hits, promotions, staged; from the traces' README.
 COUNTS = [
     ("qwen3-30b-a3b", 16, {}, (44766, 25610, 19156, 0)),
     ("qwen3-30b-a3b", 32, {}, (44766, 35454, 9312, 0)),
@@ -43,7 +43,7 @@ def geometry(trace, rows):
 
 @functools.cache
 def replayer(name, config):
-    """(state, trace) -> state, and the [selections, hits, promotions, staged] of each layer step."""
+    """(state, trace) -> state, and [selections, hits, promotions, staged] of each layer step."""
 
     @jax.jit
     def replay(state, trace):

@@ -1,4 +1,4 @@
-"""`step` under `jit`, `scan` over layers, and `vmap` over pools; plain, and interpreted explicitly."""
+"""`step` under `jit`, `scan` over layers and `vmap` over pools; pure, interpreted, in turns."""
 
 import functools
 
@@ -53,35 +53,25 @@ def test_pure(name):
 
 
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
-def test_scan_over_layers_and_unrolled_layers(name):
-    """A traced layer in a scan, and the layers of a forward unrolled in one jit, with static ones."""
-    step = step_function(name)
+def test_scan_over_layers(name):
+    """A forward is a scan over its layers, with a traced layer."""
 
     @jax.jit
-    def scanned(state, ids):
+    def forward(state, ids):
         def body(state, x):
-            plan, state = step(CONFIG, state, *x)
+            plan, state = step_function(name)(CONFIG, state, *x)
             return state, plan
 
         return lax.scan(body, state, (jnp.arange(LAYERS), ids))
 
-    @jax.jit
-    def unrolled(state, ids):
-        plans = []
-        for layer in range(LAYERS):
-            plan, state = step(CONFIG, state, layer, ids[layer])
-            plans.append(plan)
-        return state, jax.tree.map(lambda *x: jnp.stack(x), *plans)
-
     forwards = [forward_ids(seed) for seed in range(4)]
     plans, snapshot = expected(forwards)
-    for forward in (scanned, unrolled):
-        state = pp.init_state(CONFIG)
-        for ids, want in zip(forwards, plans, strict=True):
-            state, got = forward(state, ids)
-            for layer in range(LAYERS):
-                assert_same(plan_at(got, layer), want[layer], f"layer {layer}")
-        assert_same(pp.snapshot(CONFIG, state), snapshot)
+    state = pp.init_state(CONFIG)
+    for ids, want in zip(forwards, plans, strict=True):
+        state, got = forward(state, ids)
+        for layer in range(LAYERS):
+            assert_same(plan_at(got, layer), want[layer], f"layer {layer}")
+    assert_same(pp.snapshot(CONFIG, state), snapshot)
 
 
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)

@@ -51,7 +51,7 @@ def lowered(config, kernel, lanes, id_dtype=jnp.int32, weight_dtype=None):
 
 @pytest.mark.parametrize("step_map", [True, False])
 def test_loop_has_the_suffix_loops_and_masked_has_none(step_map):
-    """All else is shared: one loop more for the copy list, and one for the step map where there is one."""
+    """All else is shared: one loop more for the copy list, and one for the step map if any."""
     config = pp.PoolConfig(2, 24, 14, 8, 8, step_map)
     loop, masked = (
         ttir_loops(planner_kernels(config, kernel)[0].ttir) for kernel in ("loop", "masked")
