@@ -74,16 +74,30 @@ def test_extremes_of_every_dtype(id_dtype, weight_dtype):
         ones = [np.ones(n, weight_dtype) for n in (len(extremes), rest)]
         weights = np.concatenate([ones[0], worst, bad, good, ones[1]], dtype=weight_dtype)
 
-    oracle = Oracle.of(WIDE)
-    want = oracle.step(1, ids, weights)
+    oracle, want = check_step(ids, weights)
     # By hand, which lanes are valid: 199, the experts less those of bad weights, and the rest.
     valid = np.ones(WIDE.width, bool)
     valid[1 : len(extremes) + len(padding) + len(bad)] = False
     assert np.array_equal(want["safe_ids"] >= 0, valid) and oracle.error == 1
+    # Each lane alone, all others padding or a good expert: which of them set the error?
+    for lane in range(WIDE.width - rest):
+        others = np.full(WIDE.width, -1 if padding else 3, id_dtype)
+        others[lane] = ids[lane]
+        oracle, _ = check_step(
+            others, weights if padding or weights is None else weights[[lane] * 32]
+        )
+        assert oracle.error == (not valid[lane] and int(ids[lane]) != -1)
+
+
+def check_step(ids, weights):
+    """One step of layer 1 by every implementation; returns the oracle and its plan."""
+    oracle = Oracle.of(WIDE)
+    want = oracle.step(1, ids, weights)
     for name in IMPLEMENTATIONS:
         plan, state = one_step(name, WIDE)(pp.init_state(WIDE), jnp.int32(1), ids, weights)
         assert_same(plan_dict(plan), want, name)
         assert_same(pp.snapshot(WIDE, state), oracle.snapshot(), name)
+    return oracle, want
 
 
 @pytest.mark.parametrize(

@@ -192,6 +192,24 @@ def test_a_closed_gate_freezes_everything(pool):
     assert facts(pool, "row_used", "clock", "forwards") == [[1, 0, 0, 0], 1, 1]
 
 
+def test_nothing_is_promoted_while_the_gate_is_closed(pool):
+    pool.set(promote_min_misses=2)
+    pool.step(0, [5])
+    pool.step(0, [4, 5])  # promotes 5; 4 has one miss
+    pool.set(gate=0, promote_min_misses=1)
+    plan = pool.step(0, [4])
+    check(plan, ids=[4], routes=[4], staged=[(4, 4)], step_map=[-1, 1, -1, -1, 4, 0])
+    assert facts(pool, "miss_count", "clock") == [[0, 0, 0, 0, 1, 0] + [0] * 6, 2]
+
+
+@pytest.mark.parametrize("expert", [-2, 6, 2**31 - 1, -(2**31)])
+def test_each_invalid_id_sets_the_error_and_padding_does_not(pool, expert):
+    pool.step(0, [-1, 0, -1])
+    assert facts(pool, "error") == [0]
+    pool.step(0, [-1, 0, expert])
+    assert facts(pool, "error") == [1]
+
+
 def test_invalid_lanes_are_padding_and_set_the_error(pool):
     plan = pool.step(0, [6, 0, -2, 5])
     check(
