@@ -32,12 +32,16 @@ def shape(dtype, *sizes):
 
 
 def lowered(config, kernel, lanes, id_dtype=jnp.int32, weight_dtype=None):
-    """The operations of a step that is lowered for CUDA, by name; compiled, not interpreted."""
+    """The custom calls of a step that is lowered for CUDA, by their targets."""
     step = functools.partial(pp.step, config, kernel=kernel)
     state = jax.eval_shape(lambda: pp.init_state(config))
     weights = None if weight_dtype is None else shape(weight_dtype, lanes)
     arguments = state, shape(jnp.int32), shape(id_dtype, lanes), weights
-    module = lower_for_cuda(step, *arguments).compiler_ir("stablehlo")
+    return custom_calls(step, *arguments)
+
+
+def custom_calls(function, *arguments):
+    module = lower_for_cuda(function, *arguments).compiler_ir("stablehlo")
     targets = []
 
     def visit(op):
@@ -81,6 +85,15 @@ def test_every_dtype_lowers_and_so_do_64_bit_types(kernel, id_dtype, weight_dtyp
     wide = np.dtype(id_dtype).itemsize == 8
     with jax.enable_x64(wide):
         assert lowered(CONFIG, kernel, 3, id_dtype, weight_dtype) == [CUSTOM_CALL]
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_pools_side_by_side_are_one_kernel_too(kernel):
+    step = jax.vmap(functools.partial(pp.step, CONFIG, kernel=kernel))
+    state = jax.eval_shape(lambda: pp.init_state(CONFIG))
+    states = jax.tree.map(lambda x: shape(x.dtype, 3, *x.shape), state)
+    arguments = states, shape(jnp.int32, 3), shape(jnp.int32, 3, CONFIG.width)
+    assert custom_calls(step, *arguments) == [CUSTOM_CALL]
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
