@@ -1,6 +1,7 @@
 """A planner for JAX MoE models whose experts live in host memory, as Pallas GPU kernels."""
 
 from pallas_pool.config import PoolConfig
+from pallas_pool.expert_ffn import expert_ffn
 from pallas_pool.planner import KERNELS, step
 from pallas_pool.state import (
     Plan,
@@ -26,6 +27,7 @@ __all__ = [
     "check_state",
     "clear_error",
     "controls",
+    "expert_ffn",
     "init_state",
     "set_controls",
     "snapshot",
