@@ -1,7 +1,10 @@
 """A planner for JAX MoE models whose experts live in host memory, as Pallas GPU kernels."""
 
+from pallas_pool.bank import init_bank, pin
 from pallas_pool.config import PoolConfig
+from pallas_pool.copy_rows import Copies, copy_rows
 from pallas_pool.expert_ffn import expert_ffn
+from pallas_pool.experts import expert_bytes
 from pallas_pool.planner import KERNELS, step
 from pallas_pool.state import (
     Plan,
@@ -19,6 +22,7 @@ from pallas_pool.warm_start import spread_rows, warm_start
 
 __all__ = [
     "KERNELS",
+    "Copies",
     "Plan",
     "PoolConfig",
     "PoolError",
@@ -27,8 +31,12 @@ __all__ = [
     "check_state",
     "clear_error",
     "controls",
+    "copy_rows",
+    "expert_bytes",
     "expert_ffn",
+    "init_bank",
     "init_state",
+    "pin",
     "set_controls",
     "snapshot",
     "spread_rows",

@@ -94,6 +94,35 @@ class PoolConfig:
         if not isinstance(self.step_map, bool):
             raise TypeError(f"step_map must be True or False, got {self.step_map!r}")
 
+    @classmethod
+    def from_budget(
+        cls, experts: Any, *, bank_bytes: float, top_k: int, max_tokens: int, step_map: bool = False
+    ) -> PoolConfig:
+        """The geometry of the largest bank that fits into `bank_bytes`.
+
+        A row holds one expert of one layer, all leaves. Each of the `top_k * max_tokens` lanes of a step
+        has its staging row; what is left of the budget are pool rows, as many as there are experts at
+        most, dealt out to the layers evenly (the first layers have one more where it does not come out
+        even). The width is the next power of two of the lanes.
+
+        Args:
+          experts: a pytree of arrays [L, E, ...], or a list or tuple of L pytrees of arrays [E, ...];
+            mere shapes (`jax.ShapeDtypeStruct`) will do.
+          bank_bytes: bytes of device memory for the bank's arrays.
+          top_k: experts that the router picks for a token, 1 to E.
+          max_tokens: tokens of a decode step; `top_k * max_tokens` may be 1024 at most.
+          step_map: as the attribute.
+
+        Raises:
+          TypeError, ValueError: the experts do not fit each other, or the bank would be too small; the
+            message has the least budget that is enough.
+        """
+        from pallas_pool.budget import config_of_budget
+
+        return config_of_budget(
+            experts, bank_bytes=bank_bytes, top_k=top_k, max_tokens=max_tokens, step_map=step_map
+        )
+
     @property
     def layer_rows(self) -> tuple[int, ...]:
         """Bank rows that each layer starts with, one int a layer."""
