@@ -157,10 +157,8 @@ def check_layer(config: PoolConfig, layer: Any) -> jax.Array:
     return saturate_int32(layer)
 
 
-def check_lanes(
-    config: PoolConfig, expert_ids: Any, weights: Any
-) -> tuple[jax.Array, jax.Array | None]:
-    """Flattens ids and weights lane by lane, after checking dtypes and the number of lanes."""
+def check_ids(expert_ids: Any) -> jax.Array:
+    """Returns expert ids as an array of their shape, of some integer dtype."""
     if isinstance(expert_ids, (list, tuple, np.ndarray)):
         expert_ids = np.asarray(expert_ids)
         if not expert_ids.size:
@@ -172,6 +170,22 @@ def check_lanes(
     ids = jnp.asarray(expert_ids)
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise TypeError(f"expert_ids must have an integer dtype, got {ids.dtype}")
+    return ids
+
+
+def check_weights(weights: Any) -> jax.Array:
+    """Returns router weights as an array of their shape and of a float dtype that can be judged."""
+    weights = jnp.asarray(weights)
+    if weights.dtype not in (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64):
+        raise TypeError(f"weights must be float16, bfloat16, float32 or float64, got {weights.dtype}")
+    return weights
+
+
+def check_lanes(
+    config: PoolConfig, expert_ids: Any, weights: Any
+) -> tuple[jax.Array, jax.Array | None]:
+    """Flattens ids and weights lane by lane, after checking dtypes and the number of lanes."""
+    ids = check_ids(expert_ids)
     if ids.size > config.width:
         raise ValueError(
             f"expert_ids has {ids.size} lanes, more than the width {config.width} of the config"
@@ -182,11 +196,7 @@ def check_lanes(
             "of the config, and every lane may need one"
         )
     if weights is not None:
-        weights = jnp.asarray(weights)
-        if weights.dtype not in (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64):
-            raise TypeError(
-                f"weights must be float16, bfloat16, float32 or float64, got {weights.dtype}"
-            )
+        weights = check_weights(weights)
         if weights.size != ids.size:
             raise ValueError(
                 f"weights must have as many elements as expert_ids ({ids.size}), got {weights.size}"

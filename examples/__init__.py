@@ -1,0 +1,1 @@
+"""A model that takes its experts from a pool."""
