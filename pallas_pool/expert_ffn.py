@@ -28,6 +28,8 @@ SCALE_DTYPES = (jnp.float32, jnp.bfloat16)
 ROUTER_DTYPES = (*X_DTYPES, jnp.float64)
 # More terms than these are no longer worth writing out, to be fused into what uses the sum.
 WRITTEN_OUT = 32
+# Lanes of a token up to which a program of the second kernel goes through all of them, written out.
+MOST_COMBINED = 16
 
 
 def expert_ffn(
@@ -222,10 +224,10 @@ def flat_leaf(name: str, leaf: jax.Array, paired: bool) -> jax.Array:
     flat = leaf.reshape(leaf.shape[0], -1)
     if not paired:
         return flat
-    if leaf.shape[2] % 2:
+    if leaf.shape[2] % (4 if name == "gate_up" else 2):
         raise ValueError(
-            f'bank["{name}"] of {leaf.size} 1-byte weights must have an even number of columns, '
-            f"got {list(leaf.shape)}"
+            f'bank["{name}"] of more than 2**31 and up to 2**32 1-byte weights must have an even number of '
+            f"columns, of gate and of up; got {list(leaf.shape)}"
         )
     return lax.bitcast_convert_type(flat.reshape(leaf.shape[0], -1, 2), jnp.int16)
 
@@ -234,9 +236,7 @@ def _call(options, interpret, x, leaves, scales, routes, weights):
     x, leaves, scales, routes, weights = vary_alike((x, leaves, scales, routes, weights))
     tokens, width = x.shape
     rows, hidden_width, _ = leaves["down"].shape
-    tiling = options.tiling or default_tiling(
-        tokens, width, hidden_width, leaves["down"].dtype, interpret=interpret
-    )
+    tiling = options.tiling or default_tiling(tokens, options.top_k, width, hidden_width, interpret=interpret)
     static = ffn.Static(tokens, options.top_k, rows, tiling, options.activation, interpret)
     paired = {
         name: leaf.dtype.itemsize == 1 if options.paired else read_in_pairs(leaf)
@@ -273,9 +273,8 @@ def _call(options, interpret, x, leaves, scales, routes, weights):
         ffn.up_kernel(static, x_ref, routes_ref, gate, up, hidden_ref)
 
     def down_body(hidden_ref, routes_ref, weights_ref, leaf_ref, scale_ref, y_ref):
-        ffn.down_kernel(
-            static, hidden_ref, routes_ref, weights_ref, matrix("down", leaf_ref, scale_ref), y_ref
-        )
+        body = ffn.down_combined_kernel if tiling.combine else ffn.down_kernel
+        body(static, hidden_ref, routes_ref, weights_ref, matrix("down", leaf_ref, scale_ref), y_ref)
 
     down, down_scale = flat.pop("down"), scales.get("down")
     up_scales = {name: scale for name, scale in scales.items() if name != "down"}
@@ -288,44 +287,43 @@ def _call(options, interpret, x, leaves, scales, routes, weights):
         out(1 if split == 1 else 2 * split, static.lanes, hidden_width),
         *(x, routes, flat, up_scales),
     )
-    y = run(
-        down_body,
-        "expert_ffn_down",
-        tiling.down,
-        (pl.cdiv(width, tiling.down.n), static.lanes),
-        out(1, static.lanes, width),
-        *(hidden, routes, weights, down, down_scale),
-    )
+    pieces = pl.cdiv(width, tiling.down.n)
+    operands = hidden, routes, weights, down, down_scale
+    if tiling.combine:
+        y_shape = jax.ShapeDtypeStruct((tokens, width), x.dtype, manual_axis_type=varying)
+        return run(down_body, "expert_ffn_down", tiling.down, (pieces, tokens), y_shape, *operands)
+    grid = pieces, static.lanes
+    y = run(down_body, "expert_ffn_down", tiling.down, grid, out(1, static.lanes, width), *operands)
     y = y.reshape(tokens, options.top_k, width)
     if options.top_k > WRITTEN_OUT:
         return jnp.sum(y, axis=1).astype(x.dtype)
     return functools.reduce(jnp.add, [y[:, j] for j in range(options.top_k)]).astype(x.dtype)
 
 
-def default_tiling(tokens: int, width: int, hidden: int, dtype: Any, *, interpret: bool = False) -> Tiling:
+def default_tiling(tokens: int, top_k: int, width: int, hidden: int, *, interpret: bool = False) -> Tiling:
     """The tiling for a shape.
 
     Args:
-      tokens: T.
-      width: d.
-      hidden: f.
-      dtype: of the stored weights.
+      tokens, top_k: T and k.
+      width, hidden: d and f.
       interpret: few programs and few turns, as the interpreter's cost is that of their number.
     """
 
-    def at_most(tile: Tile, k: int, n: int) -> Tile:
+    def fit(tile: Tile, k: int, n: int) -> Tile:
+        """No larger than the matrix."""
         least = ffn.DOT_MEMBERS if members >= ffn.DOT_MEMBERS else 2
         k, n = (max(least, ffn.next_power_of_two(size)) for size in (k, n))
         return tile._replace(k=min(tile.k, k), n=min(tile.n, n))
 
     members = 1 if tokens == 1 else ffn.DOT_MEMBERS
+    combine = tokens == 1 and top_k <= MOST_COMBINED
     if interpret:
-        up = down = Tile(k=1024, n=1024, unroll=1, warps=4, stages=1)
+        up = down = Tile(k=1024, n=1024, unroll=1, warps=4)
     elif members == 1:
-        # 16 bytes a thread and load: of 1-byte weights a tile has twice the columns or rows.
-        up = Tile(k=64, n=32, unroll=4, warps=8, stages=1)
-        down = Tile(k=32, n=64, unroll=4, warps=8, stages=1)
+        up = Tile(k=64, n=32, unroll=2, warps=8, stages=2, fence=True)
+        down = Tile(k=32, n=64, unroll=4, warps=8, stages=2, fence=True)
+        if combine:
+            down = Tile(k=256, n=16, unroll=2, warps=16, stages=2, fence=True)
     else:
-        up = Tile(k=64, n=64, unroll=1, warps=4, stages=4)
-        down = Tile(k=64, n=64, unroll=1, warps=4, stages=4)
-    return Tiling(members, 1, at_most(up, width, hidden), at_most(down, hidden, width))
+        up = down = Tile(k=64, n=64, unroll=1, warps=4, stages=4)
+    return Tiling(members, 1, fit(up, width, hidden), fit(down, hidden, width), combine)

@@ -13,6 +13,7 @@ float32 throughout where the weights do not fit in bfloat16.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -35,16 +36,20 @@ class Tile(NamedTuple):
     Attributes:
       k: rows of one load, a power of two.
       n: columns of one load and of one program, a power of two.
-      unroll: loads of each matrix that are in flight in one turn of the loop.
+      unroll: loads of each matrix in one turn of the loop.
       warps: warps a program.
-      stages: software pipelining stages, for matrix multiplication.
+      stages: software pipelining. Elementwise, with 2 the loads of a turn are made ahead, before the
+        products of the turn before; for matrix multiplication it is the compiler's number of stages.
+      fence: whether a barrier keeps the compiler from putting off a turn's loads, as it does to need
+        fewer registers.
     """
 
     k: int
     n: int
     unroll: int
     warps: int
-    stages: int
+    stages: int = 1
+    fence: bool = False
 
 
 class Tiling(NamedTuple):
@@ -54,12 +59,16 @@ class Tiling(NamedTuple):
       members: lanes of one row that a pass serves: 1, 2, 4, 8, or from 16 on.
       split: programs that share the sums over d of gate and up; the second kernel adds their parts.
       up, down: the tiles.
+      combine: whether a program of the second kernel goes through all lanes of a token, and sums them.
+        Then nothing is left to do after it, but a row that tokens share is read for each of them, and
+        there are few programs, which suits one token.
     """
 
     members: int
     split: int
     up: Tile
     down: Tile
+    combine: bool = False
 
 
 class Matrix(NamedTuple):
@@ -115,23 +124,22 @@ class Static(NamedTuple):
         return self.tiling.members >= DOT_MEMBERS
 
 
-def ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
-
-
 def find_lanes(static: Static, routes: Ref, lane: jax.Array) -> Lanes:
     """Loads the routes and finds the lanes with the row of `lane`."""
-    ids = lane_ids(next_power_of_two(static.lanes))
-    every = load(routes, ids, ids < static.lanes, -1)
     row = routes[lane]
     valid = (row >= 0) & (row < static.bank_rows)
+    ids = lane_ids(next_power_of_two(static.lanes))
+    if static.tokens == 1:
+        # A token chooses a row once. If it does not, each of its lanes works for itself.
+        return Lanes(lane, row, valid, ids, jnp.where(ids == lane, 0, -1), valid.astype(jnp.int32))
+    every = load(routes, ids, ids < static.lanes, -1)
     same = (every == row) & (ids < static.lanes)
     first = jnp.min(jnp.where(same, ids, static.lanes))
     same_1 = same.astype(jnp.int32)
     rank = jnp.where(same, lax.cumsum(same_1) - 1, -1) if static.lanes > 1 else same_1 - 1
     count = jnp.sum(same_1, dtype=jnp.int32)
     members = static.tiling.members
-    passes = jnp.where(valid & (first == lane), (count + (members - 1)) // members, 0)
+    passes = jnp.where(valid & (first == lane), lax.div(count + (members - 1), jnp.int32(members)), 0)
     return Lanes(lane, row, valid, ids, rank, passes)
 
 
@@ -144,33 +152,43 @@ def pick(found: Lanes, rank: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.maximum(lane, 0), lane >= 0
 
 
-def load_weights(matrix: Matrix, row: jax.Array, k: jax.Array, n0: Any, columns: int, k_end: Any):
-    """Rows `k` [K] and columns n0 .. n0+columns-1 of a matrix of bank row `row`, 0 past its end."""
-
-    def place(width: int, per: int) -> tuple[jax.Array, jax.Array | None]:
-        n = n0 + lane_ids(width)[None, :] * per
-        inside = None
-        if k_end is not None:
-            inside = (k < k_end)[:, None]
-        if matrix.n % columns:
-            inside = n < matrix.n if inside is None else inside & (n < matrix.n)
-        at = k[:, None] * (matrix.stride // per) + (n + matrix.first) // per
-        return at, None if inside is None else jnp.broadcast_to(inside, at.shape)
-
+def load_weights(
+    matrix: Matrix,
+    row: jax.Array,
+    k: jax.Array,
+    piece: jax.Array,
+    columns: int,
+    k_end: int | None,
+    valid: jax.Array | None = None,
+) -> jax.Array:
+    """Rows `k` [K] of the given piece of columns, of bank row `row`; 0 from k_end on, past the columns, and
+    everywhere if not valid."""
+    per = 2 if matrix.paired else 1  # weights an element
+    columns //= per
+    n = (piece * columns + lane_ids(columns))[None, :]
+    at = k[:, None] * (matrix.stride // per) + n
+    if matrix.first:
+        at += matrix.first // per
+    masks = []
+    if k_end is not None:
+        masks.append((k < k_end)[:, None])
+    if matrix.n // per % columns:
+        masks.append(n < matrix.n // per)
+    if valid is not None:
+        masks.append(valid)
+    loaded = _load(matrix.ref, row, at, masks)
     if not matrix.paired:
-        at, inside = place(columns, 1)
-        return _load(matrix.ref, row, at, inside)
-    at, inside = place(columns // 2, 2)
-    pair = _load(matrix.ref, row, at, inside)
-    low, high = (pair << 8) >> 8, pair >> 8
-    weights = jnp.stack([low, high], axis=-1).reshape(k.shape[0], columns).astype(jnp.int8)
+        return loaded
+    both = [((loaded << 8) >> 8).astype(jnp.int8), (loaded >> 8).astype(jnp.int8)]
+    weights = jnp.stack(both, axis=-1).reshape(k.shape[0], per * columns)
     return lax.bitcast_convert_type(weights, matrix.dtype)
 
 
-def _load(ref: Ref, row: jax.Array, at: jax.Array, inside: jax.Array | None) -> jax.Array:
-    if inside is None:
+def _load(ref: Ref, row: jax.Array, at: jax.Array, masks: list[jax.Array]) -> jax.Array:
+    if not masks:
         return plgpu.load(ref.at[row, at])
-    return plgpu.load(ref.at[row, at], mask=inside, other=jnp.zeros((), ref.dtype))
+    mask = jnp.broadcast_to(functools.reduce(jnp.logical_and, masks), at.shape)
+    return plgpu.load(ref.at[row, at], mask=mask, other=jnp.zeros((), ref.dtype))
 
 
 def load_scale(matrix: Matrix, row: jax.Array, n: jax.Array) -> jax.Array | None:
@@ -219,12 +237,95 @@ def dot(static: Static, values: jax.Array, weights: jax.Array, most: int) -> jax
     return sum(products[1:], products[0])
 
 
+class Turns(NamedTuple):
+    """Some turns of a loop over the rows of a matrix: `load(i)` -> what turn i needs, `use(loaded, sums)`
+    -> the sums with its products added."""
+
+    number: int
+    load: Callable[[Any], Any]
+    use: Callable[[Any, Any], Any]
+
+
+def take_turns(static: Static, tile: Tile, turns: list[Turns], sums: Any, stages: int) -> Any:
+    """The sums after all turns. The turns of a list differ in kind; those of an item are a loop."""
+
+    def fence():
+        if tile.fence and not static.interpret:
+            plgpu.debug_barrier()
+
+    def loop(begin, end, body, carry):
+        if end - begin == 1:
+            return body(begin, carry)
+        return lax.fori_loop(np.int32(begin), np.int32(end), body, carry) if end > begin else carry
+
+    if stages == 1:
+        for some in turns:
+
+            def alone(i, sums, some=some):
+                loaded = some.load(i)
+                fence()
+                return some.use(loaded, sums)
+
+            sums = loop(0, some.number, alone, sums)
+        return sums
+
+    loaded = use = None
+    for some in turns:
+        following = some.load(0)
+        fence()
+        if use is not None:
+            sums = use(loaded, sums)
+        use = some.use
+
+        def ahead(i, carry, some=some):
+            following = some.load(i)
+            fence()
+            return following, some.use(carry[0], carry[1])
+
+        loaded, sums = loop(1, some.number, ahead, (following, sums))
+    return use(loaded, sums) if use is not None else sums
+
+
+def plan_turns(
+    tile: Tile,
+    matrices: tuple[Matrix, ...],
+    row: jax.Array,
+    piece: jax.Array,
+    begin: int | jax.Array,
+    length: int,
+    load_values: Callable[[jax.Array, int | None], Any],
+    use: Callable[[Any, Any], Any],
+    valid: jax.Array | None = None,
+) -> list[Turns]:
+    """Turns over rows `begin` to `begin + length - 1` of a piece of columns of each matrix.
+
+    Args:
+      load_values: (k, k_end) -> what the rows `k` [K] are multiplied by, 0 from k_end on.
+      use: ([(weights of each matrix, values), ...], sums) -> sums.
+      valid: whether the row may be read at all; None if it may.
+    """
+    span = tile.k * tile.unroll
+    full, rest = divmod(length, span)
+
+    def load(i, loads=tile.unroll, k_end=None):
+        ks = [begin + i * span + j * tile.k + lane_ids(tile.k) for j in range(loads)]
+        # All loads of weights come first, to be in flight together.
+        weights = [[load_weights(m, row, k, piece, tile.n, k_end, valid) for m in matrices] for k in ks]
+        return [(each, load_values(k, k_end)) for each, k in zip(weights, ks, strict=True)]
+
+    turns = [Turns(full, load, use)] if full else []
+    if rest:
+        loads, cut = -(-rest // tile.k), rest % tile.k != 0
+        turns.append(Turns(1, lambda _: load(full, loads, length if cut else None), use))
+    return turns
+
+
 def multiply(
     static: Static,
     tile: Tile,
     matrices: tuple[Matrix, ...],
     row: jax.Array,
-    load_values: Callable[[Any, jax.Array, int | None], jax.Array],
+    load_member: Callable[[Any, jax.Array, int | None], jax.Array],
     value_parts: int,
     members: Any,
     piece: jax.Array,
@@ -235,8 +336,7 @@ def multiply(
 
     Args:
       row: bank row.
-      load_values: (member, k, k_end) -> the values at `k`, 0 from `k_end` on; [K], or [M, K] of all
-        members.
+      load_member: (member, k, k_end) -> the values at `k`, 0 from k_end on; [K], or [M, K] of all.
       value_parts: bfloat16 parts of a value.
       members: a list of members, each for elementwise multiplication, or all of them as one.
       piece: which piece of `tile.n` columns.
@@ -245,43 +345,37 @@ def multiply(
     Returns:
       For each matrix a list of [N], one a member, or [M, N].
     """
-    span = tile.k * tile.unroll
-    full, rest = divmod(length, span)
-    n0 = piece * tile.n
+
+    def load_values(k, k_end):
+        return [load_member(member, k, k_end) for member in ([members] if static.dot else members)]
+
+    def use_dot(loaded, sums):
+        for weights, [values] in loaded:
+            products = [dot(static, values, each, value_parts) for each in weights]
+            sums = [total + product for total, product in zip(sums, products, strict=True)]
+        return sums
+
+    def use(loaded, sums):
+        for weights, values in loaded:
+            sums = [
+                [add_product(total, value, each) for total, value in zip(totals, values, strict=True)]
+                for totals, each in zip(sums, weights, strict=True)
+            ]
+        return sums
+
+    turns = plan_turns(tile, matrices, row, piece, begin, length, load_values, use_dot if static.dot else use)
     if static.dot:
         zeros = [jnp.zeros((static.tiling.members, tile.n), jnp.float32) for _ in matrices]
-    else:
-        # Summed over the rows of a tile only at the end: what is within a thread stays there.
-        zeros = [jnp.zeros((tile.k, tile.n), jnp.float32) for _ in matrices for _ in members]
+        return take_turns(static, tile, turns, zeros, 1)  # The compiler makes the stages.
+    # Summed over the rows of a tile only at the end: what is within a thread stays there.
+    nothing = [[jnp.zeros((tile.k, tile.n), jnp.float32) for _ in members] for _ in matrices]
+    sums = take_turns(static, tile, turns, nothing, tile.stages)
+    return [[jnp.sum(each, axis=0) for each in totals] for totals in sums]
 
-    def turn(k0, sums, k_end):
-        ks = [begin + k0 + i * tile.k + lane_ids(tile.k) for i in range(tile.unroll)]
-        # All loads of a turn come first, to be in flight together.
-        weights = [[load_weights(m, row, k, n0, tile.n, k_end) for m in matrices] for k in ks]
-        sums = list(sums)
-        for k, loaded in zip(ks, weights, strict=True):
-            if static.dot:
-                values = load_values(members, k, k_end)
-                for i, each in enumerate(loaded):
-                    sums[i] += dot(static, values, each, value_parts)
-                continue
-            values = [load_values(member, k, k_end).astype(jnp.float32)[:, None] for member in members]
-            for i, each in enumerate(loaded):
-                each = each.astype(jnp.float32)
-                for j, value in enumerate(values):
-                    sums[i * len(members) + j] += value * each
-        return tuple(sums)
 
-    sums = tuple(zeros)
-    if full:
-        bounds = np.int32(0), np.int32(full)
-        sums = lax.fori_loop(*bounds, lambda i, sums: turn(i * span, sums, None), sums)
-    if rest:
-        sums = turn(full * span, sums, length)
-    if static.dot:
-        return list(sums)
-    columns = [jnp.sum(each, axis=0) for each in sums]
-    return [columns[i * len(members) : (i + 1) * len(members)] for i in range(len(matrices))]
+def add_product(total: jax.Array, values: jax.Array, weights: jax.Array) -> jax.Array:
+    """total [K, N] + values [K] * weights [K, N], float32."""
+    return total + values.astype(jnp.float32)[:, None] * weights.astype(jnp.float32)
 
 
 def each_pass(static: Static, found: Lanes, work: Callable[[Any], None]) -> None:
@@ -349,14 +443,14 @@ def up_kernel(static: Static, x: Ref, routes: Ref, gate: Matrix, up: Matrix, hid
     tile, split = static.tiling.up, static.tiling.split
     piece, part = pl.program_id(0), jnp.int32(0)
     if split > 1:
-        piece, part = piece // split, piece % split
+        piece, part = lax.div(piece, jnp.int32(split)), lax.rem(piece, jnp.int32(split))
     found = find_lanes(static, routes, pl.program_id(1))
     length = gate.k // split
     n = piece * tile.n + lane_ids(tile.n)
 
     def load_x(member, k, k_end):
         lane, there = member
-        return load_values(x, (lane // static.top_k,), there, k, k_end)
+        return load_values(x, (lax.div(lane, jnp.full_like(lane, static.top_k)),), there, k, k_end)
 
     def work(members):
         products = multiply(
@@ -400,7 +494,7 @@ def down_kernel(static: Static, hidden: Ref, routes: Ref, router_weights: Ref, d
       down: of [f, d].
       y: [1, lanes, d].
     """
-    tile, split = static.tiling.down, static.tiling.split
+    tile = static.tiling.down
     piece, lane = pl.program_id(0), pl.program_id(1)
     found = find_lanes(static, routes, lane)
     n = piece * tile.n + lane_ids(tile.n)
@@ -410,13 +504,7 @@ def down_kernel(static: Static, hidden: Ref, routes: Ref, router_weights: Ref, d
         plgpu.store(y.at[0, lane, n], jnp.zeros(n.shape, jnp.float32), mask=n < y.shape[2])
 
     def load_hidden(member, k, k_end):
-        lane, there = member
-        if split == 1:
-            return load_values(hidden, (0, lane), there, k, k_end)
-        sums = [load_values(hidden, (i, lane), there, k, k_end) for i in range(2 * split)]
-        h = activate(static, sum(sums[2::2], sums[0]), sum(sums[3::2], sums[1]))
-        # An activation need not be finite at 0, and a weight of 0 would not hide it.
-        return h if k_end is None else jnp.where(k < k_end, h, 0)
+        return load_hidden_values(static, hidden, *member, k, k_end)
 
     def work(members):
         [products] = multiply(static, tile, (down,), found.row, load_hidden, 2, members, piece, 0, down.k)
@@ -430,3 +518,51 @@ def down_kernel(static: Static, hidden: Ref, routes: Ref, router_weights: Ref, d
         store_lanes(y, 0, members, n, values)
 
     each_pass(static, found, work)
+
+
+def load_hidden_values(
+    static: Static, hidden: Ref, lane: jax.Array, there: jax.Array, k: jax.Array, k_end: int | None
+) -> jax.Array:
+    """Hidden vectors at `k`, of a lane or of [M] lanes, from what `up_kernel` left; 0 from k_end on."""
+    split = static.tiling.split
+    if split == 1:
+        return load_values(hidden, (0, lane), there, k, k_end)
+    sums = [load_values(hidden, (i, lane), there, k, k_end) for i in range(2 * split)]
+    h = activate(static, sum(sums[2::2], sums[0]), sum(sums[3::2], sums[1]))
+    # An activation need not be finite at 0, and a weight of 0 would not hide it.
+    return h if k_end is None else jnp.where(k < k_end, h, 0)
+
+
+def down_combined_kernel(
+    static: Static, hidden: Ref, routes: Ref, router_weights: Ref, down: Matrix, y: Ref
+) -> None:
+    """The tokens' outputs: y[token] = the sum of weight * (hidden @ down) over its valid lanes.
+
+    Args:
+      hidden, routes, router_weights, down: as in `down_kernel`.
+      y: [tokens, d], of any float dtype.
+    """
+    tile = static.tiling.down
+    piece, token = pl.program_id(0), pl.program_id(1)
+    n = piece * tile.n + lane_ids(tile.n)
+    lanes = [token * static.top_k + j for j in range(static.top_k)]
+    turns = []
+    for lane, row in [(lane, routes[lane]) for lane in lanes]:
+        valid = (row >= 0) & (row < static.bank_rows)
+        row = jnp.where(valid, row, 0)
+        weight, scale = router_weights[lane].astype(jnp.float32), load_scale(down, row, n)
+
+        def load_lane(k, k_end, lane=lane, valid=valid, weight=weight):
+            h = load_hidden_values(static, hidden, lane, valid, k, k_end)
+            return jnp.where(valid, h * weight, 0)
+
+        def use(loaded, total, scale=scale, valid=valid):
+            for [weights], values in loaded:
+                if scale is not None:
+                    weights = weights.astype(jnp.float32) * jnp.where(valid, scale, 0)
+                total = add_product(total, values, weights)
+            return total
+
+        turns += plan_turns(tile, (down,), row, piece, 0, down.k, load_lane, use, valid)
+    total = take_turns(static, tile, turns, jnp.zeros((tile.k, tile.n), jnp.float32), tile.stages)
+    plgpu.store(y.at[token, n], jnp.sum(total, axis=0).astype(y.dtype), mask=n < y.shape[1])
