@@ -6,7 +6,7 @@ experts on the device.
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 import sys
 from pathlib import Path
 
@@ -20,19 +20,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # The checkout that this sta
 import pallas_pool as pp
 from examples import qwen3_moe
 
-SIZES = {
-    "vocabulary": 256,
-    "layers": 4,
-    "width": 64,
-    "heads": 4,
-    "kv_heads": 2,
-    "head_width": 16,
-    "experts": 16,
-    "top_k": 4,
-    "expert_width": 32,
-}
-for name, size in SIZES.items():
-    flags.DEFINE_integer(name, size, f"{name.replace('_', ' ')} of the model", lower_bound=1)
+SIZES = [field for field in dataclasses.fields(qwen3_moe.Model) if field.type == "int"]
+for size in SIZES:
+    flags.DEFINE_integer(size.name, size.default, "of the model", lower_bound=1)
+# All kernels decide alike. Interpreted, where there is no GPU, this one compiles faster.
+KERNEL = "fused" if jax.default_backend() == "gpu" else "masked"
 BUDGET = flags.DEFINE_float("budget", 0.4, "share of all experts that the pool has rows for", 0, 1)
 BATCH = flags.DEFINE_integer("batch", 2, "sequences", lower_bound=1)
 PROMPT = flags.DEFINE_integer("prompt", 16, "tokens of each random prompt", lower_bound=1)
@@ -58,32 +50,9 @@ def load(model, dtype):
     return jax.tree.map(jnp.asarray, arrays), experts
 
 
-def decode(model, weights, make_moe, experts, pool, prompts, tokens, dtype):
-    """Greedy decoding. `make_moe(experts)` is called while tracing.
-
-    Returns:
-      tokens [batch, tokens], logits [tokens, batch, vocabulary], and the pool.
-    """
-    batch, length = prompts.shape
-
-    # One program a token, all layers in it. Pool and cache are donated: updated in place.
-    @functools.partial(jax.jit, donate_argnums=(2, 3))
-    def run(weights, experts, pool, cache, tokens, start):
-        return qwen3_moe.forward(model, weights, make_moe(experts), pool, cache, tokens, start)
-
-    cache = qwen3_moe.init_cache(model, batch, length + tokens, dtype)
-    logits, pool, cache = run(weights, experts, pool, cache, prompts, 0)
-    all_tokens, all_logits = [jnp.argmax(logits, axis=-1)], [logits]
-    for position in range(length, length + tokens - 1):
-        logits, pool, cache = run(weights, experts, pool, cache, all_tokens[-1][:, None], position)
-        all_tokens.append(jnp.argmax(logits, axis=-1))
-        all_logits.append(logits)
-    return np.stack(all_tokens, axis=1), np.stack(all_logits), pool
-
-
 def main(argv):
     del argv
-    model = qwen3_moe.Model(**{name: flags.FLAGS[name].value for name in SIZES})
+    model = qwen3_moe.Model(**{size.name: flags.FLAGS[size.name].value for size in SIZES})
     dtype = jnp.dtype(DTYPE.value)
     weights, experts = load(model, dtype)
     rng = np.random.default_rng(2)
@@ -101,10 +70,10 @@ def main(argv):
     pool = pp.init_pool(config, host, counters=True)
 
     def from_pool(experts):
-        return qwen3_moe.from_pool(config, experts, prefill_updates=UPDATES.value)
+        return qwen3_moe.from_pool(config, experts, kernel=KERNEL, prefill_updates=UPDATES.value)
 
-    run = functools.partial(decode, model, weights)
-    tokens, logits, pool = run(from_pool, host, pool, prompts, TOKENS.value, dtype)
+    length = TOKENS.value
+    tokens, logits, pool = qwen3_moe.decode(model, weights, from_pool, host, pool, prompts, length)
     pp.check_state(config, pool.state)
     for i, row in enumerate(tokens):
         print(f"sequence {i}: {' '.join(map(str, row))}")
@@ -117,7 +86,9 @@ def main(argv):
             return qwen3_moe.on_device(experts, lanes)
 
         all_experts = jax.tree.map(jnp.asarray, experts)
-        same_tokens, same, _ = run(on_device, all_experts, None, prompts, TOKENS.value, dtype)
+        same_tokens, same, _ = qwen3_moe.decode(
+            model, weights, on_device, all_experts, None, prompts, length
+        )
         if np.array_equal(logits, same):
             print(f"\nAll {logits.size} logits equal those of all experts on the device, bit for bit.")
         else:

@@ -9,6 +9,7 @@ same experts on the device.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -30,7 +31,7 @@ class Model:
     """Sizes. Qwen3-30B-A3B has 151936, 48, 2048, 32, 4, 128, 128, 8, 768."""
 
     vocabulary: int = 256
-    layers: int = 4
+    layers: int = 2
     width: int = 64
     heads: int = 4
     kv_heads: int = 2
@@ -138,6 +139,40 @@ def forward(
         x = x + y
     x = norm(model, x[:, -1], weights["final_norm"])
     return (x @ weights["head"]).astype(jnp.float32), pool, cache
+
+
+def decode(
+    model: Model,
+    weights: Weights,
+    make_moe: Callable[[Any], Moe],
+    experts: Any,
+    pool: Any,
+    prompts: Any,
+    length: int,
+) -> tuple[np.ndarray, np.ndarray, Any]:
+    """Greedy decoding of `length` tokens behind prompts [batch, n].
+
+    The experts are an argument of the jitted program, not a constant of it: `make_moe(experts)` is called
+    while it is traced.
+
+    Returns:
+      tokens [batch, length], logits [length, batch, vocabulary], and the pool.
+    """
+
+    # One program a token, all layers in it. Pool and cache are donated: updated in place.
+    @functools.partial(jax.jit, donate_argnums=(2, 3))
+    def run(weights, experts, pool, cache, tokens, start):
+        return forward(model, weights, make_moe(experts), pool, cache, tokens, start)
+
+    batch, start = prompts.shape
+    cache = init_cache(model, batch, start + length, weights["embedding"].dtype)
+    logits, pool, cache = run(weights, experts, pool, cache, prompts, 0)
+    all_tokens, all_logits = [jnp.argmax(logits, axis=-1)], [logits]
+    for position in range(start, start + length - 1):
+        logits, pool, cache = run(weights, experts, pool, cache, all_tokens[-1][:, None], position)
+        all_tokens.append(jnp.argmax(logits, axis=-1))
+        all_logits.append(logits)
+    return np.stack(all_tokens, axis=1), np.stack(all_logits), pool
 
 
 def route(model: Model, router: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
