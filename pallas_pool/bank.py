@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
 import sys
 import warnings
@@ -16,7 +17,16 @@ from jax import lax
 from jax.sharding import SingleDeviceSharding
 
 from pallas_pool.config import PoolConfig
-from pallas_pool.copy_rows import TUNING, Copies, check_host_memory, in_host_memory, sharding_platform, tuned
+from pallas_pool.copy_rows import (
+    TUNING,
+    Copies,
+    as_words,
+    check_host_memory,
+    from_words,
+    in_host_memory,
+    sharding_platform,
+    tuned,
+)
 from pallas_pool.experts import Shapes, by_layer, check_experts, shapes_of
 from pallas_pool.state import PoolState, check_geometry, init_state
 
@@ -137,18 +147,26 @@ def _load_by_kernel(config: PoolConfig, shapes: Shapes, experts: Any, keys: jax.
 
 
 def _load_by_gather(config: PoolConfig, shapes: Shapes, experts: Any, keys: jax.Array) -> Any:
-    """The same in XLA, where host and device memory are one."""
+    """The same in XLA, where host and device memory are one. It moves words: of small floats, XLA for a
+    CPU may widen and narrow each on the way, and a NaN comes out with other bits."""
     if any(map(in_host_memory, jax.tree.leaves(experts))):
         experts = jax.device_put(experts, jax.memory.Space.Device)
-    if by_layer(experts):
-        experts = jax.tree.map(lambda *layers: jnp.concatenate(layers), *experts)
-    else:
-        experts = jax.tree.map(lambda x: x.reshape(config.keys, *x.shape[2:]), experts)
+    layers = experts if by_layer(experts) else [experts]
+    lead = 1 if by_layer(experts) else 2
 
-    def rows(x):
-        return jnp.zeros((config.bank_rows, *x.shape[1:]), x.dtype).at[: config.rows].set(x[keys])
+    def rows(row, *leaves):
+        words = jnp.concatenate([_flat(as_words(x, lead)) for x in leaves])
+        bank = jnp.zeros((config.bank_rows, *words.shape[1:]), words.dtype)
+        like = jax.ShapeDtypeStruct((config.bank_rows, *row.shape), row.dtype)
+        return from_words(bank.at[: config.rows].set(words[keys]), like)
 
-    return jax.tree.map(rows, experts)
+    leaves = map(rows, shapes.rows, *map(jax.tree.leaves, layers))
+    return jax.tree.unflatten(shapes.tree, leaves)
+
+
+def _flat(words: jax.Array) -> jax.Array:
+    """[L, E, n] or [E, n] as [keys, n]."""
+    return words.reshape(math.prod(words.shape[:-1]), words.shape[-1])
 
 
 def _pinned_sharding(leaf: Any, device: Any) -> Any:

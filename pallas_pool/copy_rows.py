@@ -238,6 +238,11 @@ def word_type(row_bits: int, dtype: Any) -> Any:
     """The widest integer type of at most 4 bytes that a row is a whole number of."""
     if dtype == jnp.bool_:  # No other type has the same bits to XLA.
         return jnp.dtype(jnp.bool_)
+    if row_bits % 8 or jnp.issubdtype(dtype, jnp.complexfloating):
+        raise TypeError(
+            f"rows of {row_bits} bits of {dtype} can't be copied: any dtype will do but complex ones, and a "
+            "row must be a whole number of bytes"
+        )
     return next(jnp.dtype(f"int{bits}") for bits in (32, 16, 8) if row_bits % bits == 0)
 
 
@@ -261,8 +266,8 @@ def as_words(x: jax.Array, lead: int) -> jax.Array:
         x = lax.bitcast_convert_type(x.reshape(*shape, -1, int(ratio)), word)
     if word.itemsize == 1 and 2**31 < x.size <= 2**32:
         raise ValueError(
-            f"rows of {x.shape[-1]} bytes, an odd number, can't be copied within an array of 2 to 4 GiB, "
-            f"here {list(x.shape)}: pad them to an even number of bytes"
+            f"rows of an odd number of bytes ({x.shape[-1]}) or of bool can't be copied within an array of 2 "
+            f"to 4 GiB, here {list(x.shape)}: pad them to an even number of bytes, of int8 if they are bool"
         )
     return x
 

@@ -66,14 +66,14 @@ def copy_rows(
     layer_ok = (layer >= 0) & (layer < layers)
     rows = jnp.where(layer_ok, jnp.clip(copies.count[0], 0, n), 0)
     layer = jnp.where(layer_ok, layer, 0)
-    programs = tuning.programs
+    programs = jnp.int32(tuning.programs)
     # The program's first unit of the leaf at hand. Leaves follow each other as if their units stood in
     # one line, so that the last round of the grid is short by less than one unit a program in all.
     first = pl.program_id(0)
     for source, target in zip(experts, bank, strict=True):
         words = source.shape[-1]
         tile = min(tuning.tile_words, next_power_of_two(words))
-        tiles = pl.cdiv(words, tile)
+        tiles = jnp.int32(pl.cdiv(words, tile))
 
         def copy_unit(i, carry, first=first, source=source, target=target, tile=tile, tiles=tiles):
             unit = first + i * programs
@@ -85,8 +85,8 @@ def copy_rows(
             return carry
 
         units = rows * tiles
-        rounds = lax.div(jnp.maximum(units - first, 0) + (programs - 1), programs)
-        lax.fori_loop(0, rounds, copy_unit, None)
+        rounds = lax.div(jnp.maximum(units - first, 0) + programs - 1, programs)
+        lax.fori_loop(jnp.int32(0), rounds, copy_unit, None)
         first = lax.rem(first + programs - lax.rem(units, programs), programs)
 
 
