@@ -1,0 +1,93 @@
+"""Counters: past 2**31, and as a table. That they count what the plans say, the tests of `moe` see."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_pool as pp
+from pallas_pool.counters import COUNTED, count, count_distinct
+from tests.moe_support import CONFIG, LAYERS, pinned_experts
+
+
+def counted(counters):
+    return pp.Pool(None, {"w": np.zeros((4, 3, 2), np.int8)}, counters)
+
+
+def test_counts_run_past_32_bits():
+    near = np.zeros((LAYERS, len(COUNTED), 2), np.int32)
+    near[..., 0] = 2**31 - 3
+    counters = jnp.asarray(near)
+    for _ in range(3):
+        counters = count(counters, jnp.int32(1), (2, 2**31 - 1, 0, 1))
+    assert (np.asarray(counters) >= 0).all()
+    read = pp.read_counters(counted(counters))
+    assert read["calls"].tolist() == [2**31 - 3, 2**31 - 3 + 6]
+    assert read["hits"].tolist() == [2**31 - 3, 2**31 - 3 + 3 * (2**31 - 1)]
+    assert read["promotions"].tolist() == [2**31 - 3, 2**31 - 3]
+    assert read["staged"].tolist() == [2**31 - 3, 2**31]
+    assert read["bytes_copied"].tolist() == [6 * (2**32 - 6), 6 * (2**32 - 3)]
+
+
+@pytest.mark.parametrize("layer", [-1, LAYERS, 2**31 - 1])
+def test_a_layer_that_there_is_not_counts_nowhere(layer):
+    counters = count(pp.init_counters(CONFIG), jnp.int32(layer), (1, 1, 1, 1))
+    assert not np.asarray(counters).any()
+
+
+def test_nothing_is_counted_unless_asked_for():
+    assert count(None, jnp.int32(0), (1, 1, 1, 1)) is None
+    pool = pp.init_pool(CONFIG, pinned_experts())
+    with pytest.raises(TypeError, match=r"init_pool\(\.\.\., counters=True\)"):
+        pp.read_counters(pool)
+    with pytest.raises(TypeError, match="got dict"):
+        pp.counters_table(pp.read_counters({}))
+    with pytest.raises(TypeError, match="config must be a PoolConfig"):
+        pp.init_counters("x")
+    pool = pool._replace(counters=pp.init_counters(CONFIG))
+    assert not any(values.any() for values in pp.read_counters(pool).values())
+
+
+def test_distinct_rows_are_counted_once():
+    rng = np.random.default_rng(1)
+    for size in (1, 7, 64):
+        routes = rng.integers(-1, size // 2 + 1, size).astype(np.int32)
+        assert int(count_distinct(jnp.asarray(routes))) == len(set(routes.tolist()) - {-1})
+
+
+def test_counting_is_one_small_fusion_or_two():
+    """No gather over tables, no loop: elementwise work on some words, and an update in place."""
+    shapes = (jax.eval_shape(lambda: pp.init_counters(CONFIG)), jax.ShapeDtypeStruct((), jnp.int32))
+    counts = (jax.ShapeDtypeStruct((), jnp.int32),) * len(COUNTED)
+    text = jax.jit(count, donate_argnums=0).lower(*shapes, counts).compile().as_text()
+    entry = text[text.index("ENTRY") :]
+    work = [line for line in entry.splitlines() if " = " in line and "parameter(" not in line]
+    assert "may-alias" in text.splitlines()[0] or "must-alias" in text.splitlines()[0]
+    assert "while(" not in entry and len(work) <= 6, entry
+
+
+def test_the_table():
+    words = np.zeros((LAYERS, len(COUNTED), 2), np.int32)
+    words[0, :, 0] = 10, 30, 6, 4
+    table = pp.counters_table(counted(jnp.asarray(words)))
+    rows = [line.split() for line in table.splitlines()]
+    assert table.splitlines()[0].split() == [
+        "layer", "calls", "hits", "misses", "promotions", "staged", "bytes", "copied", "hit", "rate"
+    ]  # fmt: skip
+    assert rows[1] == ["0", "10", "30", "10", "6", "4", "60", "75.0%"]
+    assert rows[2] == ["1", "0", "0", "0", "0", "0", "0", "-"]
+    assert rows[3] == ["all", "10", "30", "10", "6", "4", "60", "75.0%"]
+    assert len({len(line) for line in table.splitlines()}) == 1
+
+
+def test_stacked_pools():
+    """As `shard_map` has them: an axis of devices before each array's own."""
+    words = np.zeros((2, LAYERS, len(COUNTED), 2), np.int32)
+    words[1, 0, 2, 0] = 5
+    pool = pp.Pool(None, {"w": np.zeros((2, 4, 3, 2), np.int8)}, jnp.asarray(words))
+    read = pp.read_counters(pool)
+    assert read["bytes_copied"].tolist() == [[0, 0], [30, 0]]
+    with pytest.raises(ValueError, match="pick one pool"):
+        pp.counters_table(pool)
+    summed = {name: values.sum(axis=0) for name, values in read.items()}
+    assert pp.counters_table(summed).splitlines()[1].split()[3] == "5"
