@@ -236,7 +236,12 @@ def _call(options, interpret, x, leaves, scales, routes, weights):
     x, leaves, scales, routes, weights = vary_alike((x, leaves, scales, routes, weights))
     tokens, width = x.shape
     rows, hidden_width, _ = leaves["down"].shape
-    tiling = options.tiling or default_tiling(tokens, options.top_k, width, hidden_width, interpret=interpret)
+    up_dtype = leaves["gate_up" if "gate_up" in leaves else "gate"].dtype
+    tiling = options.tiling or default_tiling(
+        *(tokens, options.top_k, width, hidden_width),
+        *(up_dtype, leaves["down"].dtype),
+        interpret=interpret,
+    )
     static = ffn.Static(tokens, options.top_k, rows, tiling, options.activation, interpret)
     paired = {
         name: leaf.dtype.itemsize == 1 if options.paired else read_in_pairs(leaf)
@@ -300,14 +305,44 @@ def _call(options, interpret, x, leaves, scales, routes, weights):
     return functools.reduce(jnp.add, [y[:, j] for j in range(options.top_k)]).astype(x.dtype)
 
 
-def default_tiling(tokens: int, top_k: int, width: int, hidden: int, *, interpret: bool = False) -> Tiling:
+def default_tiling(
+    tokens: int,
+    top_k: int,
+    width: int,
+    hidden: int,
+    up_dtype: Any,
+    down_dtype: Any,
+    *,
+    interpret: bool = False,
+) -> Tiling:
     """The tiling for a shape.
 
     Args:
       tokens, top_k: T and k.
       width, hidden: d and f.
+      up_dtype, down_dtype: of the stored weights.
       interpret: few programs and few turns, as the interpreter's cost is that of their number.
     """
+    # What bfloat16 does not hold is multiplied in float32, where there is no matrix unit to gain from.
+    narrow = all(ffn.part_count(dtype) == 1 for dtype in (up_dtype, down_dtype))
+    combine = tokens == 1 and top_k <= MOST_COMBINED
+    if interpret:
+        members = 1 if tokens == 1 else ffn.DOT_MEMBERS
+        up = down = Tile(k=1024, n=1024, unroll=1, warps=4)
+    elif tokens == 1 or not narrow:
+        members = 1 if tokens == 1 else 4
+        up = Tile(k=64, n=32, unroll=2, warps=8, stages=2, fence=True)
+        down = Tile(k=32, n=64, unroll=2, warps=8, stages=2, fence=True)
+        if combine:
+            down = Tile(k=256, n=16, unroll=2, warps=16, stages=2, fence=True)
+        # 16 bytes a thread and load.
+        up, down = (
+            tile._replace(k=tile.k * 2 // dtype.itemsize)
+            for tile, dtype in ((up, up_dtype), (down, down_dtype))
+        )
+    else:
+        members = ffn.DOT_MEMBERS
+        up = down = Tile(k=64, n=64, unroll=1, warps=4, stages=4)
 
     def fit(tile: Tile, k: int, n: int) -> Tile:
         """No larger than the matrix."""
@@ -315,15 +350,4 @@ def default_tiling(tokens: int, top_k: int, width: int, hidden: int, *, interpre
         k, n = (max(least, ffn.next_power_of_two(size)) for size in (k, n))
         return tile._replace(k=min(tile.k, k), n=min(tile.n, n))
 
-    members = 1 if tokens == 1 else ffn.DOT_MEMBERS
-    combine = tokens == 1 and top_k <= MOST_COMBINED
-    if interpret:
-        up = down = Tile(k=1024, n=1024, unroll=1, warps=4)
-    elif members == 1:
-        up = Tile(k=64, n=32, unroll=2, warps=8, stages=2, fence=True)
-        down = Tile(k=32, n=64, unroll=4, warps=8, stages=2, fence=True)
-        if combine:
-            down = Tile(k=256, n=16, unroll=2, warps=16, stages=2, fence=True)
-    else:
-        up = down = Tile(k=64, n=64, unroll=1, warps=4, stages=4)
     return Tiling(members, 1, fit(up, width, hidden), fit(down, hidden, width), combine)
