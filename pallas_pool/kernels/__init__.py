@@ -25,7 +25,7 @@ class Kernel(NamedTuple):
 
 
 KERNELS = {
-    "fused": Kernel(fused.plan_step, lambda width: 4 if width <= 32 else 8, victims.scratch_words),
+    "fused": Kernel(fused.plan_step, lambda width: 4 if width <= 256 else 8, victims.scratch_words),
     "loop": Kernel(loop.kernel, lambda width: 4),
     "masked": Kernel(masked.kernel, lambda width: 4),
 }

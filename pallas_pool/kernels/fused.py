@@ -29,6 +29,7 @@ def plan_step(call: ln.Call) -> None:
     lanes = ln.read_lanes(call)
     controls = ln.read_controls(call)
     queue = victims.read_queue(state)
+    head_rows = victims.load_rows(call, queue)
     lane, clock, gate_open = lanes.lane, controls.clock, controls.gate != 0
     everywhere = lane >= 0
 
@@ -36,7 +37,7 @@ def plan_step(call: ln.Call) -> None:
     misses = ln.load(state.miss_count, lanes.key, lanes.valid, 0)
     hit = lanes.valid & (row >= 0) & (row < config.rows)
     missed = lanes.valid & ~hit
-    any_missed = jnp.max(missed.astype(jnp.int32)) != 0
+    missed_lanes = jnp.sum(missed.astype(jnp.int32), dtype=jnp.int32)
     ln.store(state.row_used, row, clock[1], hit & gate_open)
     ln.store(state.row_epoch, row, clock[0], hit & gate_open & (clock[0] > 0))
     ln.store(plan.safe_ids, lane, lanes.safe_ids, everywhere)
@@ -46,7 +47,7 @@ def plan_step(call: ln.Call) -> None:
     call.barrier()
     ln.write_scalars(call, lanes, controls)
 
-    @pl.when(~any_missed)
+    @pl.when(missed_lanes == 0)
     def _():
         ln.store(plan.routes, lane, row, everywhere)
         for ref in (plan.copy_src, plan.copy_dst, plan.staged_expert, plan.staged_row):
@@ -54,16 +55,21 @@ def plan_step(call: ln.Call) -> None:
         for ref in (plan.copy_count, plan.promoted_count, plan.staged_count):
             ref[0] = jnp.int32(0)
 
-    @pl.when(any_missed)
+    @pl.when(missed_lanes != 0)
     def _():
-        _place_misses(call, lanes, controls, queue, row, missed, misses)
+        # Loaded before they are needed, so that the ranking hides their latency.
+        window = victims.load_window(call, clock, queue, head_rows)
+        _place_misses(call, lanes, controls, queue, window, row, missed, misses, missed_lanes)
 
 
-def _place_misses(call: ln.Call, lanes, controls, queue, row, missed, misses) -> None:
+def _place_misses(
+    call: ln.Call, lanes, controls, queue, window, row, missed, misses, missed_lanes
+) -> None:
     """Ranks the missed experts, evicts for those to be promoted, and writes tables and plan."""
     config, state, plan, lane = call.config, call.state, call.plan, lanes.lane
     gate_open = controls.gate != 0
-    leader = _first_lane(call, lanes)
+    # A missed lane that is the only one needs no comparison with others.
+    leader = lax.cond(missed_lanes > 1, lambda: _first_lane(call, lanes), lambda: lane + 0)
     first = missed & (leader == lane)
     misses = controls.counted(misses)
     rules = ln.read_rules(call, controls)
@@ -74,7 +80,9 @@ def _place_misses(call: ln.Call, lanes, controls, queue, row, missed, misses) ->
     ranks = lax.cumsum(packed) - packed
     total = jnp.sum(packed, dtype=jnp.int32)
     first_rank, wants_rank = ranks & 0xFFFF, ranks >> 16
-    promoted_count = victims.evict(call, lanes.base, controls.clock, rules, queue, total >> 16)
+    promoted_count = victims.evict(
+        call, lanes.base, controls.clock, rules, queue, window, total >> 16
+    )
 
     promoted = wants & (wants_rank < promoted_count)
     staged = first & ~promoted
@@ -110,7 +118,7 @@ def _place_misses(call: ln.Call, lanes, controls, queue, row, missed, misses) ->
     repeated = missed & ~first
     ln.store(plan.routes, lane, jnp.where(first, place, row), ~repeated)
 
-    @pl.when(jnp.max(repeated.astype(jnp.int32)) != 0)
+    @pl.when(missed_lanes != total & 0xFFFF)
     def _():
         # The routes of the leaders, stored above, are loaded by the lanes that follow them.
         call.barrier()

@@ -32,12 +32,16 @@ from pallas_pool.kernels import clock as ck
 from pallas_pool.kernels import lanes as ln
 from pallas_pool.state import PoolState
 
-# Rows of the sample.
-SAMPLE = 2048
+# Rows of the sample: one in so many of the pool, within bounds. The queue then gets hundreds of rows
+# from any pool, and a sample fits in registers up to 200,000 rows.
+SAMPLE_STRIDE = 24
+LEAST_SAMPLE = 2048
+MOST_SAMPLE = 8192
 HASH = -1640531527  # 2**32 over the golden ratio: Knuth's multiplicative hash.
 # Columns of a tile of the pool, and tiles that are loaded before the first is looked at.
 COLUMNS = 1024
 TILES_AHEAD = 4
+TILES_AHEAD_TIES = 2
 # Tiles that share a word of marks, and words that are looked at together.
 WORD_BITS = 32
 WORDS = 2048
@@ -61,9 +65,49 @@ def read_queue(state: PoolState) -> Queue:
     return Queue(*(state.queue[i] for i in range(s.QUEUE_HEAD, s.QUEUE_ROW + 1)))
 
 
+class Window(NamedTuple):
+    """The entries at the head of the queue, as many as are looked at together. Vectors."""
+
+    row: jax.Array
+    epoch: jax.Array
+    used: jax.Array
+    key: jax.Array
+
+
+def _inside(config: PoolConfig, queue: Queue) -> tuple[jax.Array, jax.Array]:
+    """Each place of the window, and whether the queue has so many entries."""
+    place = ln.lane_ids(max(config.width, MIN_WINDOW))
+    return place, queue.head + place < queue.tail
+
+
+def load_rows(call: ln.Call, queue: Queue) -> jax.Array:
+    """Loads the rows of the window."""
+    place, inside = _inside(call.config, queue)
+    return ln.load(call.state.queue, s.QUEUE_ROWS + queue.head + place, inside, 0)
+
+
+def load_window(call: ln.Call, clock: ck.Clock, queue: Queue, row: jax.Array) -> Window:
+    """Loads what a step must know of the rows from `load_rows`. A barrier must stand between the
+    stamps of the hits and this."""
+    _, inside = _inside(call.config, queue)
+    return Window(
+        row=row,
+        epoch=ages.load_epoch(call, clock, row, inside),
+        used=ln.load(call.state.row_used, row, inside, 0),
+        key=ln.load(call.state.row_key, row, inside, -1),
+    )
+
+
 def scratch_words(config: PoolConfig) -> int:
     """A refill's rows before they are sorted, then their sort keys, or before that the marks."""
     return s.QUEUE_SIZE + max(s.QUEUE_SIZE, _mark_groups(config) * _columns(config))
+
+
+def _sampled(config: PoolConfig) -> int:
+    """Rows of the sample, a power of two; all, if the pool has no more."""
+    sampled = ln.next_power_of_two(-(-config.rows // SAMPLE_STRIDE))
+    sampled = min(max(sampled, LEAST_SAMPLE), MOST_SAMPLE)
+    return min(sampled, ln.next_power_of_two(config.rows))
 
 
 def _columns(config: PoolConfig) -> int:
@@ -95,41 +139,42 @@ def evict(
     clock: ck.Clock,
     rules: ln.Rules,
     queue: Queue,
+    window: Window,
     wanted: jax.Array,
 ) -> jax.Array:
     """Evicts the `wanted` oldest rows that may be victims, or as many as the rules let go.
 
     Their keys lose them, in the step map too where they are of the layer whose first key is `base`, and
     they get this step's clock. The rows stand in plan.copy_dst from its head on, and all warps see them.
-    The caller must have put a barrier behind the stamps of the hits.
+    `window` is that of `queue`; the caller must have put a barrier behind the stamps of the hits.
 
     Returns:
       The number of rows evicted.
     """
     config, state, plan = call.config, call.state, call.plan
-    window = ln.lane_ids(max(config.width, MIN_WINDOW))
     need = jnp.minimum(wanted, rules.limit)
 
     def take_some(carry):
-        taken, _, queue = carry
+        taken, _, is_loaded, queue = carry
+        is_loaded = is_loaded * (queue.head < queue.tail).astype(jnp.int32)
         queue = lax.cond(
             queue.head == queue.tail,
             lambda: _refill(call, clock),
             lambda: Queue(*(x + 0 for x in queue)),
         )
-        at = queue.head + window
-        inside = at < queue.tail
-        row = ln.load(state.queue, s.QUEUE_ROWS + at, inside, 0)
-        epoch = ages.load_epoch(call, clock, row, inside)
-        used = ln.load(state.row_used, row, inside, 0)
-        key = ln.load(state.row_key, row, inside, -1)
+        place, inside = _inside(config, queue)
+        row, epoch, used, key = lax.cond(
+            is_loaded != 0,
+            lambda: Window(*(x + 0 for x in window)),
+            lambda: load_window(call, clock, queue, load_rows(call, queue)),
+        )
         live = inside & (epoch == queue.epoch) & _below(used, row, queue.used, queue.row)
         may_go = live & ck.before((epoch, used), rules.horizon)
         count = may_go.astype(jnp.int32)
         rank = lax.cumsum(count) - count
         take = may_go & (rank < need - taken)
         # The head moves to the first live entry that stays, past what is taken or was used since.
-        stays = jnp.min(jnp.where(live & ~take, window, window.shape[0]))
+        stays = jnp.min(jnp.where(live & ~take, place, place.shape[0]))
         some = jnp.minimum(jnp.sum(count, dtype=jnp.int32), need - taken)
         # row_used, row_epoch and row_key were loaded above, by all warps; now they may be stored.
         call.barrier()
@@ -146,13 +191,13 @@ def evict(
         taken = taken + some
         empty = queue.head == queue.tail
         # A live entry that stays though more are needed is too young, and so are all behind it.
-        more = (taken < need) & ~empty & (stays == window.shape[0])
+        more = (taken < need) & ~empty & (stays == place.shape[0])
         head = jnp.minimum(queue.head + stays, queue.tail)
-        return taken, more, queue._replace(head=head)
+        return taken, more, zero, queue._replace(head=head)
 
     zero = need - need
-    taken, _, queue_after = lax.while_loop(
-        lambda carry: carry[1], take_some, (zero, need > 0, queue)
+    taken, _, _, queue_after = lax.while_loop(
+        lambda carry: carry[1], take_some, (zero, need > 0, zero + 1, queue)
     )
     for i, value in zip(range(s.QUEUE_HEAD, s.QUEUE_ROW + 1), queue_after, strict=True):
         state.queue[i] = value
@@ -166,7 +211,7 @@ def _refill(call: ln.Call, clock: ck.Clock) -> Queue:
       The new queue; empty if there is no such row.
     """
     config, state, scratch, size = call.config, call.state, call.scratch, s.QUEUE_SIZE
-    sampled = min(SAMPLE, ln.next_power_of_two(config.rows))
+    sampled = _sampled(config)
     columns = _columns(config)
     epoch = ages.oldest_epoch(call, clock, sampled)
     zero = epoch - epoch
@@ -203,7 +248,7 @@ def _refill(call: ln.Call, clock: ck.Clock) -> Queue:
 
         @pl.when(is_plain)  # No rows of the bound's own word, and no epochs: the usual case.
         def _():
-            mark_where(lambda used, row, inside: used < bound[0])
+            mark_where(lambda used, row, inside: used < bound[0], TILES_AHEAD)
 
         @pl.when(~is_plain)
         def _():
@@ -211,11 +256,11 @@ def _refill(call: ln.Call, clock: ck.Clock) -> Queue:
                 row_epoch = ages.load_epoch(call, clock, row, inside)
                 return (row_epoch == epoch) & _below(used, row, *bound)
 
-            mark_where(is_below)
+            mark_where(is_below, TILES_AHEAD_TIES)
 
-    def mark_where(is_below):
+    def mark_where(is_below, tiles_ahead):
         tiles = ages.tiles(config, columns)
-        ahead = min(TILES_AHEAD, ln.next_power_of_two(tiles))
+        ahead = min(tiles_ahead, ln.next_power_of_two(tiles))
         column = ln.lane_ids(columns)
         tile = ln.lane_ids(ahead)[:, None]
 
