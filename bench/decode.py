@@ -53,7 +53,7 @@ DENSE = (
 SMALL: dict[str, Any] = {
     "batches": (1,),
     "budgets": (25.0,),
-    "rounds": 1,
+    "rounds": (1,),
     "micro_batches": 2,
     "micro_batch_ms": 0.0,
     "tokens": 8,
@@ -72,7 +72,7 @@ class Options(NamedTuple):
     tokens: int
     warm_up: float
     burst: int
-    rounds: int
+    rounds: tuple[int, ...]
     check_steps: int
     offload_steps: int
     profile_steps: int
@@ -113,7 +113,7 @@ def define_flags(into: flags.FlagValues = flags.FLAGS) -> None:
         "warm_up", 1 / 3, "share of the steps that come before the steady state", 0, 1
     )
     define_int("burst", 6, "steps in one timed sample", 1)
-    define_int("rounds", 2, "passes of each variant", 1)
+    define_list("rounds", ["2", "1"], "passes of each variant, for each of the batches or for all")
     define_int("check_steps", 2, "steps whose outputs are compared before timing", 1)
     define_int("offload_steps", 2, "timed steps of a pass with XLA's own offload", 1)
     define_int("profile_steps", 6, "steps whose kernels CUPTI times; 0: none", 0)
@@ -127,9 +127,9 @@ def define_flags(into: flags.FlagValues = flags.FLAGS) -> None:
     define_int(
         "distinct_layers", 0, "layers whose experts differ in host memory; 0: as many as fit", 0
     )
-    define_int("micro_layers", 8, "the same, of the part micro", 1)
+    define_int("micro_layers", 4, "the same, of the part micro", 1)
     define_float(
-        "host_gb", 0, "GB of host memory for experts; 0: half of what is available", 0
+        "host_gb", 0, "GB of host memory for experts; 0: a quarter of what is available", 0
     )
     define_int("micro_batches", 10, "micro: timed batches of each case", 1)
     define_float("micro_batch_ms", 40.0, "micro: about how long a batch is to take", 0)
@@ -144,6 +144,7 @@ def options(given: flags.FlagValues = flags.FLAGS) -> Options:
     for name in ("parts", "shapes", "variants"):
         values[name] = tuple(values[name])
     values["batches"] = tuple(map(int, values["batches"]))
+    values["rounds"] = tuple(map(int, values["rounds"]))
     values["budgets"] = tuple(map(float, values["budgets"]))
     for name, known in (("parts", PARTS), ("shapes", SHAPES), ("variants", VARIANTS)):
         for value in values[name]:
@@ -155,7 +156,17 @@ def options(given: flags.FlagValues = flags.FLAGS) -> Options:
     for batch in values["batches"]:
         if batch < 1:
             raise app.UsageError(f"--batches: at least 1, got {batch}")
+    if len(values["rounds"]) not in (1, len(values["batches"])) or min(values["rounds"]) < 1:
+        raise app.UsageError(
+            f"--rounds: a number of at least 1, or one for each of the batches, got {values['rounds']}"
+        )
     return Options(**values)
+
+
+def rounds_of(wanted: Options) -> dict[int, int]:
+    """Passes of each variant, by batch."""
+    rounds = wanted.rounds * (len(wanted.batches) if len(wanted.rounds) == 1 else 1)
+    return dict(zip(wanted.batches, rounds, strict=True))
 
 
 def bar(items: Iterable[Any], name: str, total: int | None = None) -> Iterable[Any]:
@@ -209,7 +220,7 @@ def distinct_layers(shape: Shape, wanted: Options, asked: int) -> int:
     Raises:
       UsageError: not even one fits.
     """
-    room = wanted.host_gb * 1e9 or 0.5 * host_memory.available()
+    room = wanted.host_gb * 1e9 or 0.25 * host_memory.available()
     fit = int(room // shape.layer_bytes)
     if not fit:
         raise app.UsageError(
@@ -315,11 +326,13 @@ def run_decode(shape: Shape, wanted: Options, writer: Writer) -> None:
         arguments = shape, distinct, first, params, forced, cells, executor
         futures = decode_passes.compile_all(*arguments)
         playing = decode_passes.play_all(shape, ids, warm_up, cells, executor)
+        loading = executor.submit(decode_passes.compile_loaders, shape, distinct, first, ids, cells)
         experts = make_experts(shape, distinct, first, writer)
         programs = {}
         for name, future in bar(futures.items(), "compiling"):
             programs[name] = future.result()
             writer.write(programs[name].record)
+        loading.result()
         played = {cell: future.result() for cell, future in bar(playing.items(), "counting rows")}
     writer.say(f"{len(programs)} programs compiled")
     model = decode_passes.Model(shape, distinct, experts, params, forced, ids)
@@ -349,11 +362,12 @@ def _time(
     reference = _check(model, programs, cells, wanted, writer)
     writer.say("outputs compared")
 
-    for round_ in range(wanted.rounds):
+    rounds = rounds_of(wanted)
+    for round_ in range(max(rounds.values())):
         for group in bar(list(_groups(cells)), f"round {round_}"):
             first = round_ % len(group)
             for order, cell in enumerate(group[first:] + group[:first]):
-                if cell.variant == "offload" and round_:
+                if round_ >= (1 if cell.variant == "offload" else rounds[cell.batch]):
                     continue
                 writer.check_time()
                 is_offload = cell.variant == "offload"
@@ -376,7 +390,7 @@ def _time(
                     reference[cell.batch] = (done.hidden, done.steps, cell)
                 else:
                     _compare(done.hidden, known, done.steps, cell, writer)
-        writer.say(f"round {round_} of {wanted.rounds} done")
+        writer.say(f"round {round_ + 1} of {max(rounds.values())} done")
 
     if wanted.profile_steps and jax.default_backend() == "gpu":
         for cell in bar(cells, "profiling"):

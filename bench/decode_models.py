@@ -81,7 +81,7 @@ SHAPES = {
         # Experts of Qwen3-Next-80B-A3B, between dense blocks of the size above.
         Shape(
             "moe-512", 48, 512, 10, 2048, 512, 4096, 512, 151936,
-            None, _generated(48, 512, 10, 96),
+            None, _generated(48, 512, 10, 64),
         ),
         # For a check where there is no GPU.
         Shape("check", 2, 16, 2, 32, 16, 32, 16, 96, None, _generated(2, 16, 2, 12)),
@@ -158,8 +158,14 @@ def _hashed(shape: tuple[int, ...], std: float, seed: jax.Array) -> jax.Array:
 @functools.cache
 def _maker(host: bool) -> Any:
     """Not made on import, for that would start JAX."""
-    options: dict[str, Any] = {"out_shardings": host_sharding()} if host else {}
-    return jax.jit(_hashed, static_argnums=(0, 1), **options)
+    if not host:
+        return jax.jit(_hashed, static_argnums=(0, 1))
+
+    def hosted(shape: tuple[int, ...], std: float, seed: jax.Array) -> jax.Array:
+        # By out_shardings alone JAX would take the result for one in device memory.
+        return jax.device_put(_hashed(shape, std, seed), jax.memory.Space.Host)
+
+    return jax.jit(hosted, static_argnums=(0, 1), out_shardings=host_sharding())
 
 
 def make(shape: tuple[int, ...], seed: int, std: float | None = None, host: bool = False) -> jax.Array:

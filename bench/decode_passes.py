@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import concurrent.futures
 import functools
+import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 import pallas_pool as pp
-from bench import decode_models, decode_profile, decode_routing
+from bench import chain, decode_models, decode_profile, decode_routing
 from bench.decode_micro import width_of
 from bench.decode_models import Carry, Forced, Params, Shape
 
@@ -174,12 +177,20 @@ def compile_step(
     begin = time.perf_counter()
     lowered = jax.jit(step, donate_argnums=3).lower(params, weights, forced, carry)
     lowering = time.perf_counter() - begin
-    compiled = lowered.compile()
+    launches: dict[str, int] = {}
+    if cell.variant == "pool":
+        with tempfile.TemporaryDirectory() as folder:
+            compiled = lowered.compile(compiler_options={"xla_dump_to": folder})
+            dumps = [path.read_text() for path in Path(folder).glob(chain.DUMP)]
+        launches = dict(Counter(chain.LAUNCH.findall("\n".join(dumps))))
+    else:
+        compiled = lowered.compile()
     memory = compiled.memory_analysis()
     record = {
         "kind": "program",
         **cell.key,
         "steps": steps,
+        "launches": launches,
         "lower_seconds": round(lowering, 2),
         "compile_seconds": round(time.perf_counter() - begin - lowering, 2),
     }
@@ -237,7 +248,7 @@ def begin(
         config = resident_config(shape, model.distinct)
         weights = pp.init_bank(config, model.experts[: model.distinct])
     carry = decode_models.make_carry(forced, pool, step)
-    return weights, jax.block_until_ready(carry)
+    return jax.block_until_ready((weights, carry))
 
 
 def free(weights: Any, carry: Carry, model: Model) -> None:
@@ -398,6 +409,26 @@ def profile_cell(
         "rest_us_total": round(sum(rest), 3),
         "by_name": decode_profile.by_name(launches),
     }
+
+
+def compile_loaders(
+    shape: Shape, distinct: int, layer: Any, ids: dict[int, np.ndarray], wanted: Sequence[Cell]
+) -> None:
+    """Makes each bank once, of one layer's experts, so that what loads a bank is compiled before others
+    wait for it."""
+    made = set()
+    for cell in wanted:
+        if cell.variant in PLANNERS:
+            config, layers = config_of(shape, ids[cell.batch], cell.budget), shape.layers
+        elif cell.variant == "resident":
+            config, layers = resident_config(shape, distinct), distinct
+        else:
+            continue
+        if config not in made:
+            made.add(config)
+            bank = jax.block_until_ready(pp.init_bank(config, (layer,) * layers))
+            for leaf in jax.tree.leaves(bank):
+                leaf.delete()
 
 
 def play_all(

@@ -388,6 +388,14 @@ def decode_text(run: Run) -> tuple[str, list[Bar]]:
     ]
     if rate:
         facts.append(f"A plain pinned copy made {rate / 1e9:.1f} GB/s in the same process.")
+    programs = [record for record in run.of("program") if record["variant"] == "pool"]
+    if programs:
+        temporary = max(record["temp_bytes"] or 0 for record in programs)
+        graphs = sum(record["launches"] == {"kCommandBuffer": 1} for record in programs)
+        facts.append(
+            f"{graphs} of {len(programs)} programs of the pool are one command buffer; their temporaries "
+            f"are {temporary / 1e6:.1f} MB at most."
+        )
     checks = run.of("check")
     if checks:
         worst = max(record.get("largest_relative_error", 0.0) for record in checks)

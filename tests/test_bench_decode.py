@@ -332,6 +332,7 @@ def test_host_memory_is_asked_for(monkeypatch):
         ("--variants=pool,none", "none is none of resident, pool"),
         ("--budgets=0", "a percentage in"),
         ("--batches=0", "at least 1"),
+        ("--rounds=1,2,3", "one for each of the batches"),
         ("--shapes=unknown", "unknown is none of"),
     ],
 )
