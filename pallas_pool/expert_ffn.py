@@ -325,7 +325,8 @@ def default_tiling(
     """
     # What bfloat16 does not hold is multiplied in float32, where there is no matrix unit to gain from.
     narrow = all(ffn.part_count(dtype) == 1 for dtype in (up_dtype, down_dtype))
-    combine = tokens == 1 and top_k <= MOST_COMBINED
+    # Written out with float32 weights it would spill registers.
+    combine = tokens == 1 and top_k <= MOST_COMBINED and down_dtype.itemsize <= 2
     if interpret:
         members = 1 if tokens == 1 else ffn.DOT_MEMBERS
         up = down = Tile(k=1024, n=1024, unroll=1, warps=4)
