@@ -86,8 +86,18 @@ def grouped_ffn(
     start, end = make_tiles(group, rows, lanes)
     tile_row = group.at[start].get(mode="fill", fill_value=INT32_MAX)
     tiles = Tiles(start, end, jnp.where(tile_row < rows, tile_row, -1))
-    out = experts.run(x, order, tiles, jnp.zeros((n, x.shape[1]), jnp.float32), top_k, lanes, interpret)
+    out = experts.run(x, order, tiles, zeros_for(x, start[0], n), top_k, lanes, interpret)
     return combine(out, (row >= 0) & (row < rows), weights, x.dtype)
+
+
+def zeros_for(x: jax.Array, count: jax.Array, lanes: int) -> jax.Array:
+    """Zeros [lanes, d] float32 that cannot be made before `x` [T, d] and `count`, an int32 scalar >= 0.
+
+    Plain ones depend on nothing: XLA would make those of all layers of a program at its start, and keep
+    memory for each.
+    """
+    zero = jnp.minimum(count, 0) * (x[0, 0] > 0)
+    return jnp.full((lanes, x.shape[1]), zero, jnp.float32)
 
 
 def make_tiles(group: jax.Array, most: int, lanes: int) -> tuple[jax.Array, jax.Array]:

@@ -11,7 +11,7 @@ from jax import lax
 from pallas_pool.config import INT32_MAX, PoolConfig, check_layer, saturate_int32, valid_weight
 from pallas_pool.copy_rows import Copies, copy_rows
 from pallas_pool.counters import count
-from pallas_pool.grouped_ffn import Experts, combine, make_tiles, tile_lanes
+from pallas_pool.grouped_ffn import Experts, combine, make_tiles, tile_lanes, zeros_for
 from pallas_pool.kernels.grouped import Tiles
 from pallas_pool.planner import step
 from pallas_pool.pool import Pool
@@ -123,7 +123,7 @@ def prefill(
         jnp.int32(0),
         state,
         pool.bank,
-        jnp.zeros((n, x.shape[1]), jnp.float32),
+        zeros_for(x, passes, n),
         jnp.zeros(3, jnp.int32),
     )
     carry = vary_alike((carry, passes))[0]

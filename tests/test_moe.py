@@ -231,6 +231,28 @@ def test_lowered_for_cuda_only_kernels_touch_bank_and_tables(count, updates):
 
 
 @pytest.mark.gpu
+def test_temporaries_of_prefill_do_not_add_up_over_layers():
+    """XLA makes what depends on nothing, zeros say, at the start of a program, for all layers at once."""
+    lanes = 1024
+    config = pp.PoolConfig(LAYERS, EXPERTS, rows_per_layer=1, staging_rows=3, width=4, step_map=False)
+    pool = pp.init_pool(config, pinned_experts())
+    x, ids, weights = tokens(np.random.default_rng(10), lanes // TOP_K)
+
+    def temporaries(layers):
+        def run(pool, experts, x):
+            for layer in layers:
+                y, pool = pp.moe(config, pool, experts, layer, x, ids, weights)
+                x = x + y
+            return x, pool
+
+        compiled = jax.jit(run, donate_argnums=0).lower(pool, pinned_experts(), x).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    # A layer's outputs, lane by lane, are lanes * D floats.
+    assert temporaries([0, 1, 0, 1]) < temporaries([0]) + lanes * D * 4
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("count, updates", [(1, False), (9, False), (9, True)])
 def test_compiled_for_the_gpu_no_bank_is_copied(count, updates):
     pool = pp.init_pool(CONFIG, pinned_experts(), counters=True)
