@@ -44,6 +44,7 @@ from bench.decode_passes import VARIANTS, Cell
 from bench.manifest import ROOT, manifest
 
 PARTS = ("micro", "decode")
+CONTROLS = ("promote_limit", "promote_interval", "promote_min_misses", "protect_recent")
 RECORDS = "timing.jsonl"
 DENSE = (
     "projections of the size of attention's, router and head; no KV cache, rotary embedding, shared "
@@ -68,6 +69,7 @@ class Options(NamedTuple):
     batches: tuple[int, ...]
     budgets: tuple[float, ...]
     variants: tuple[str, ...]
+    controls: tuple[str, ...]
     layers: int
     tokens: int
     warm_up: float
@@ -107,6 +109,7 @@ def define_flags(into: flags.FlagValues = flags.FLAGS) -> None:
         "budgets", ["12.5", "25", "50", "75"], "percent of the experts that have a pool row"
     )
     define_list("variants", list(VARIANTS), "what to time")
+    define_list("controls", [], "controls of the pool, such as promote_min_misses=2; none: defaults")
     define_int("layers", 0, "only the first so many layers; 0: all", 0)
     define_int("tokens", 0, "only the first so many tokens of the routing; 0: all", 0)
     define_float(
@@ -141,7 +144,7 @@ def define_flags(into: flags.FlagValues = flags.FLAGS) -> None:
 def options(given: flags.FlagValues = flags.FLAGS) -> Options:
     """What the flags say."""
     values = {name: getattr(given, name) for name in Options._fields}
-    for name in ("parts", "shapes", "variants"):
+    for name in ("parts", "shapes", "variants", "controls"):
         values[name] = tuple(values[name])
     values["batches"] = tuple(map(int, values["batches"]))
     values["rounds"] = tuple(map(int, values["rounds"]))
@@ -161,6 +164,21 @@ def options(given: flags.FlagValues = flags.FLAGS) -> Options:
             f"--rounds: a number of at least 1, or one for each of the batches, got {values['rounds']}"
         )
     return Options(**values)
+
+
+def controls_of(wanted: Options) -> dict[str, int]:
+    """The controls to set.
+
+    Raises:
+      UsageError: one is unknown, or no number.
+    """
+    found = {}
+    for text in wanted.controls:
+        name, _, value = text.partition("=")
+        if name not in CONTROLS or not value.isdigit():
+            raise app.UsageError(f"--controls: NAME=NUMBER with a name of {', '.join(CONTROLS)}, got {text}")
+        found[name] = int(value)
+    return found
 
 
 def rounds_of(wanted: Options) -> dict[int, int]:
@@ -263,6 +281,7 @@ def setup_record(
         "tokens": len(routing.ids),
         "top_k_of_routing": routing.ids.shape[2],
         "locality": decode_routing.locality(routing.ids),
+        "controls": list(wanted.controls),
         "dense": DENSE if wanted.dense else "none",
         "dense_bytes": dense_bytes,
     }
@@ -298,6 +317,7 @@ def _fits(shape: Shape, distinct: int, cell: Cell, lanes: int, dense_bytes: int)
 
 def run_decode(shape: Shape, wanted: Options, writer: Writer) -> None:
     """The part `decode` of a shape."""
+    controls = controls_of(wanted)
     routing = routing_of(shape, wanted)
     ids = {batch: decode_routing.for_batch(routing.ids, batch) for batch in wanted.batches}
     steps = {batch: len(own) for batch, own in ids.items()}
@@ -325,7 +345,7 @@ def run_decode(shape: Shape, wanted: Options, writer: Writer) -> None:
     with concurrent.futures.ThreadPoolExecutor(wanted.threads) as executor:
         arguments = shape, distinct, first, params, forced, cells, executor
         futures = decode_passes.compile_all(*arguments)
-        playing = decode_passes.play_all(shape, ids, warm_up, cells, executor)
+        playing = decode_passes.play_all(shape, ids, warm_up, cells, controls, executor)
         loading = executor.submit(decode_passes.compile_loaders, shape, distinct, first, ids, cells)
         experts = make_experts(shape, distinct, first, writer)
         programs = {}
@@ -335,7 +355,7 @@ def run_decode(shape: Shape, wanted: Options, writer: Writer) -> None:
         loading.result()
         played = {cell: future.result() for cell, future in bar(playing.items(), "counting rows")}
     writer.say(f"{len(programs)} programs compiled")
-    model = decode_passes.Model(shape, distinct, experts, params, forced, ids)
+    model = decode_passes.Model(shape, distinct, experts, params, forced, ids, controls)
     try:
         _time(model, programs, played, cells, steps, warm_up, wanted, writer)
     except OutOfTime:
@@ -347,7 +367,7 @@ def _time(
     model: decode_passes.Model,
     programs: dict[Any, decode_passes.Program],
     played: dict[Cell, decode_routing.Played],
-    cells: Sequence[Cell],
+    cells: list[Cell],
     steps: dict[int, int],
     warm_up: dict[int, int],
     wanted: Options,
@@ -425,12 +445,13 @@ Reference = tuple[Any, int, Cell]
 def _check(
     model: decode_passes.Model,
     programs: dict[Any, decode_passes.Program],
-    cells: Sequence[Cell],
+    cells: list[Cell],
     wanted: Options,
     writer: Writer,
 ) -> dict[int, Reference]:
     """Compares the outputs of the first steps of every variant with those of XLA's own offload, or of the
-    first variant there is; returns them by batch.
+    first variant there is; returns them by batch. A cell for which the device has not the memory is taken
+    from the list.
 
     Raises:
       AssertionError: they differ by more than rounding.
@@ -439,7 +460,16 @@ def _check(
     for cell in bar(sorted(cells, key=lambda cell: cell.variant != "offload"), "checking"):
         count = min(wanted.check_steps, len(model.ids[cell.batch]))
         arguments = model, programs[cell.program], cell, count, count, count
-        done = decode_passes.run_pass(*arguments)
+        try:
+            done = decode_passes.run_pass(*arguments)
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            writer.say(f"left out, for the device memory ran out: {cell}")
+            text = str(error).splitlines()[0]
+            writer.write({"kind": "left_out", "what": str(cell), "why": text})
+            cells.remove(cell)
+            continue
         known = reference.setdefault(cell.batch, (done.hidden, count, cell))
         _compare(done.hidden, known, count, cell, writer)
     return reference

@@ -65,6 +65,7 @@ class Model(NamedTuple):
       params: dense weights.
       forced: routing of each batch, on the device.
       ids: the same on the host, [steps, L, batch, k].
+      controls: of the pool, for `set_controls`; staging only has the gate closed besides.
     """
 
     shape: Shape
@@ -73,6 +74,7 @@ class Model(NamedTuple):
     params: Params
     forced: dict[int, Forced]
     ids: dict[int, np.ndarray]
+    controls: dict[str, int]
 
 
 class Program(NamedTuple):
@@ -218,12 +220,12 @@ def compile_all(
 
 
 def first_state(
-    config: pp.PoolConfig, cell: Cell, state: pp.PoolState | None = None
+    config: pp.PoolConfig, cell: Cell, controls: dict[str, int], state: pp.PoolState | None = None
 ) -> pp.PoolState:
     """The state that a pass starts with: by default each layer's first experts are resident. With staging
     only the gate is closed, and so they stay."""
     state = pp.init_state(config) if state is None else jax.tree.map(jax.numpy.copy, state)
-    return pp.set_controls(state, gate=cell.variant != "staging")
+    return pp.set_controls(state, **controls, gate=cell.variant != "staging")
 
 
 def begin(
@@ -242,7 +244,7 @@ def begin(
     weights: Any = model.experts
     if cell.variant in PLANNERS:
         config = config_of(shape, model.ids[cell.batch], cell.budget)
-        state = first_state(config, cell, state)
+        state = first_state(config, cell, model.controls, state)
         pool = pp.Pool(state, pp.init_bank(config, model.experts, state), None)
     elif cell.variant == "resident":
         config = resident_config(shape, model.distinct)
@@ -436,6 +438,7 @@ def play_all(
     ids: dict[int, np.ndarray],
     warm_up: dict[int, int],
     wanted: Sequence[Cell],
+    controls: dict[str, int],
     executor: concurrent.futures.Executor,
 ) -> dict[Cell, concurrent.futures.Future[decode_routing.Played]]:
     """Starts to play the steps of each cell that has a planner through the planner alone, with the state
@@ -449,7 +452,7 @@ def play_all(
         if name not in known:
             own = ids[cell.batch]
             config = config_of(shape, own, cell.budget)
-            arguments = config, first_state(config, cell), own, warm_up[cell.batch]
+            arguments = config, first_state(config, cell, controls), own, warm_up[cell.batch]
             known[name] = executor.submit(decode_routing.play, *arguments)
         found[cell] = known[name]
     return found

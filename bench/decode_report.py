@@ -97,7 +97,9 @@ def read(folder: Path) -> list[Run]:
     """Every run in a folder, or in the folders in it."""
     runs = []
     for path in sorted(folder.rglob("timing.jsonl")):
-        records = [json.loads(line) for line in path.read_text().splitlines()]
+        # A run that was killed may have left half a line.
+        lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+        records = list(map(json.loads, lines))
         if records and records[0]["kind"] == "setup":
             text = (path.parent / "manifest.json").read_text()
             runs.append(Run(path.parent.name, json.loads(text), records))
@@ -382,6 +384,7 @@ def decode_text(run: Run) -> tuple[str, list[Bar]]:
         f"Routing: {setup['routing']}; {setup['tokens']} tokens, top-{setup['top_k_of_routing']} of "
         f"{setup['shape']['experts']}; a token repeats {setup['locality']:.0%} of the token before. A batch "
         "decodes as many segments of it side by side.",
+        f"Controls of the pool: {', '.join(setup['controls']) or 'defaults'}.",
         f"Besides the experts a step reads {setup['dense_bytes'] / 1e9:.2f} GB: {setup['dense']}.",
         f"{hosted['distinct_layers']} of {hosted['layers']} layers have host arrays of their own "
         f"({hosted['bytes'] / 1e9:.1f} GB); an expert is {setup['expert_bytes'] / 1e6:.2f} MB.",
@@ -502,33 +505,42 @@ def plot_split(runs: Sequence[Run]) -> Any:
 
 
 def plot_ratio(runs: Sequence[Run]) -> Any:
-    """Times faster than staging only against times fewer bytes."""
+    """Times faster than staging only against times fewer bytes, a panel for each shape."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(5.2, 4.6), layout="constrained")
-    (axes,) = _axes(figure, 1)
-    largest = 1.0
-    for run in runs:
-        for whole, marker in ((False, "o"), (True, "s")):
-            for (batch, budget), ratio in ratios(run, whole).items():
-                name = run.setup["shape"]["name"]
-                color = "#0b6e4f" if batch == 1 else "#3b5bdb"
-                axes.plot(ratio.bytes, ratio.speed, marker, color=color, markersize=5)
-                label = f"{name} b{batch} {budget:g}%"
-                axes.annotate(label, (ratio.bytes, ratio.speed), fontsize=5)
-                if ratio.ceiling:
-                    axes.plot(ratio.bytes, ratio.ceiling, "_", color=color, markersize=9)
-                largest = max(largest, ratio.bytes, ratio.speed)
-    line = [1.0, largest]
-    axes.plot(line, line, color="#999999", linewidth=1, label="the ratio of bytes")
-    promised = [RATIO_SHARE * each for each in line]
-    axes.plot(line, promised, "--", color="#999999", linewidth=1, label=f"{RATIO_SHARE} of it")
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    axes.set_xlabel("times fewer bytes over the bus")
-    axes.set_ylabel("times faster than staging only")
-    axes.set_title("o steady, square all steps, _ ceiling; green batch 1", fontsize=8)
-    axes.legend(fontsize=7, frameon=False)
+    figure = Figure(figsize=(5.0 * len(runs), 4.6), layout="constrained")
+    styles = [(False, "o", "steady"), (True, "s", "all steps")]
+    for axes, run in zip(_axes(figure, len(runs)), runs, strict=True):
+        largest = 1.0
+        colors = {1: COLORS["pool"]}
+        for whole, marker, name in styles:
+            found = ratios(run, whole)
+            for batch in dict.fromkeys(batch for batch, _ in found):
+                color = colors.setdefault(batch, COLORS["offload"])
+                own = sorted((budget, ratio) for (each, budget), ratio in found.items() if each == batch)
+                x, y = [ratio.bytes for _, ratio in own], [ratio.speed for _, ratio in own]
+                fill = "none" if whole else color
+                label = f"batch {batch}, {name}"
+                axes.plot(x, y, marker, color=color, markerfacecolor=fill, markersize=5, label=label)
+                ceilings = [(ratio.bytes, ratio.ceiling) for _, ratio in own if ratio.ceiling]
+                if ceilings:
+                    axes.plot(*zip(*ceilings, strict=True), "_", color=color, markersize=11)
+                for (budget, _), at in zip(own, zip(x, y, strict=True), strict=True):
+                    axes.annotate(
+                        f"{budget:g}%", at, (6, -7), textcoords="offset points", fontsize=6, color=color
+                    )
+                largest = max(largest, *x, *y)
+        line = [0.8, 1.3 * largest]
+        axes.plot(line, line, color="#999999", linewidth=1, label="the ratio of bytes")
+        promised = [RATIO_SHARE * each for each in line]
+        axes.plot(line, promised, "--", color="#999999", linewidth=1, label=f"{RATIO_SHARE} of it")
+        axes.plot([], [], "_", color="#666666", markersize=11, label="at a plain copy's rate")
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        axes.set_xlabel("times fewer bytes over the bus")
+        axes.set_ylabel("times faster than staging only")
+        axes.set_title(run.setup["shape"]["name"], fontsize=10)
+        axes.legend(fontsize=7, frameon=False)
     return figure
 
 

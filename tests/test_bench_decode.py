@@ -36,6 +36,7 @@ def checked(tmp_path_factory):
     """The command as a script, from another folder, without a GPU."""
     folder = tmp_path_factory.mktemp("decode")
     command = [sys.executable, "-I", str(SCRIPT), f"--out={folder / 'out'}", "--tokens=6"]
+    command.append("--controls=protect_recent=1")
     cpu = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
     run = subprocess.run(command, cwd=folder, env=cpu, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
@@ -52,7 +53,7 @@ def test_the_command_is_a_check_without_a_gpu(checked):
     assert "No GPU: a check at a small shape. Its times are no measurement." in output
     assert not _records(folder, "decode", "setup")[0]["measurement"]
     manifest = json.loads((folder / "decode-check" / "manifest.json").read_text())
-    assert manifest["argv"] == ["bench/decode.py", "--tokens=6"]
+    assert manifest["argv"] == ["bench/decode.py", "--controls=protect_recent=1", "--tokens=6"]
     assert "bench/decode_passes.py" in manifest["sources"]
     assert manifest["environment"][host_memory.LIMIT].isdigit()
 
@@ -241,11 +242,13 @@ def _write(folder, part, records):
         "tokens": 8,
         "top_k_of_routing": 2,
         "locality": 0.5,
+        "controls": [],
         "dense": "none",
         "dense_bytes": 0,
     }
     lines = [json.dumps(record) for record in (setup, *records)]
-    (own / "timing.jsonl").write_text("\n".join(lines))
+    # As if it had been killed in the middle of a record.
+    (own / "timing.jsonl").write_text("\n".join([*lines, '{"kind": "bu']))
 
 
 def _micro_records():
@@ -333,6 +336,7 @@ def test_host_memory_is_asked_for(monkeypatch):
         ("--budgets=0", "a percentage in"),
         ("--batches=0", "at least 1"),
         ("--rounds=1,2,3", "one for each of the batches"),
+        ("--controls=gate=1", "NAME=NUMBER with a name of promote_limit"),
         ("--shapes=unknown", "unknown is none of"),
     ],
 )
@@ -341,7 +345,7 @@ def test_flags_are_checked(flag, message):
     decode.define_flags(values)
     values(["decode.py", flag])
     with pytest.raises(app.UsageError, match=message):
-        decode.options(values)
+        decode.controls_of(decode.options(values))
 
 
 def test_rest_of_a_step_reads_all_dense_weights():
