@@ -30,6 +30,13 @@ BATCH, LENGTH = 2, 220
 LANES = BATCH * MODEL.top_k
 
 
+@pytest.fixture(autouse=True)
+def full_precision():
+    """A GPU would multiply float32 with fewer bits outside the kernels."""
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
 @functools.cache
 def weights():
     return qwen3_moe.init_weights(MODEL)

@@ -29,7 +29,7 @@ from tests.moe_support import (
     tokens,
 )
 from tests.oracle import Oracle
-from tests.support import assert_same, lower_for_cuda
+from tests.support import abstract_gpus, assert_same, lower_for_cuda
 
 
 def steps(count, seed=3):
@@ -183,6 +183,16 @@ def shapes_of(tree):
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
 
 
+def pool_shapes(config):
+    """Shapes of a pool that counts."""
+    bank = {
+        name: jax.ShapeDtypeStruct((config.bank_rows, *leaf.shape[2:]), leaf.dtype)
+        for name, leaf in numpy_experts().items()
+    }
+    state, counters = jax.eval_shape(lambda: (pp.init_state(config), pp.init_counters(config)))
+    return pp.Pool(state, bank, counters)
+
+
 def all_layers(config, **options):
     def run(pool, experts, x, ids, weights):
         for layer in range(LAYERS):
@@ -197,12 +207,7 @@ def all_layers(config, **options):
 def test_lowered_for_cuda_only_kernels_touch_bank_and_tables(count, updates):
     """Every array of the pool is aliased from input to output; between, it goes from kernel to kernel, in
     and out of loops, as it is."""
-    pool = pp.Pool(
-        jax.eval_shape(lambda: pp.init_state(CONFIG)),
-        {name: jax.ShapeDtypeStruct((CONFIG.bank_rows, *leaf.shape[2:]), leaf.dtype)
-         for name, leaf in numpy_experts().items()},
-        jax.eval_shape(lambda: pp.init_counters(CONFIG)),
-    )  # fmt: skip
+    pool = pool_shapes(CONFIG)
     arguments = (pool, *shapes_of((numpy_experts(), *tokens(np.random.default_rng(10), count))))
     run = all_layers(CONFIG, prefill_updates=updates)
     lowered = lower_for_cuda(run, *arguments, donate_argnums=0)
@@ -268,47 +273,64 @@ def two_devices():
     return (jax.devices() if len(jax.devices()) > 1 else jax.devices("cpu"))[:2]
 
 
-@pytest.mark.parametrize("count", [1, 5])
-def test_expert_parallel_each_device_with_a_pool_of_its_experts(count):
+HALF = EXPERTS // 2
+SHARE = pp.PoolConfig(LAYERS, HALF, rows_per_layer=1, staging_rows=2, width=2, step_map=False)
+
+
+def on_each_device(mesh, check_vma, **options):
     """Each device has half of the experts; lanes of the other half are padding to it, and y is summed."""
-    half = EXPERTS // 2
-    config = pp.PoolConfig(LAYERS, half, rows_per_layer=1, staging_rows=2, width=2, step_map=False)
-    devices = two_devices()
-    mesh = jax.make_mesh((2,), ("expert",), (AxisType.Auto,), devices=devices)
-    shares = [jax.tree.map(lambda x, i=i: x[:, i * half : (i + 1) * half], numpy_experts()) for i in range(2)]
-    sharded, everywhere = NamedSharding(mesh, P("expert")), NamedSharding(mesh, P())
-    experts = jax.tree.map(lambda *x: np.concatenate(x), *shares)  # [2 * L, half, ...]
-    experts = pp.pin(experts, device=sharded)
-    pools = [pp.init_pool(config, pp.pin(share), counters=True) for share in shares]
-    pools = jax.device_put(jax.tree.map(lambda *x: jnp.stack(x), *pools), sharded)
 
     def one(pools, experts, layer, x, ids, weights):
         pool = jax.tree.map(lambda x: x[0], pools)
-        own = ids - lax.axis_index("expert") * half
-        own = jnp.where((own >= 0) & (own < half), own, -1)
-        y, pool = pp.moe(config, pool, experts, layer, x, own, weights, kernel=KERNEL)
+        own = ids - lax.axis_index("expert") * HALF
+        own = jnp.where((own >= 0) & (own < HALF), own, -1)
+        y, pool = pp.moe(SHARE, pool, experts, layer, x, own, weights, **options)
         return lax.psum(y, "expert"), jax.tree.map(lambda x: x[None], pool)
 
-    run = jax.jit(
-        jax.shard_map(
-            one,
-            mesh=mesh,
-            in_specs=(P("expert"), P("expert"), P(), P(), P(), P()),
-            out_specs=(P(), P("expert")),
-            check_vma=jax.default_backend() == "gpu",
-        )
+    in_specs = (P("expert"), P("expert"), P(), P(), P(), P())
+    return jax.shard_map(
+        one, mesh=mesh, in_specs=in_specs, out_specs=(P(), P("expert")), check_vma=check_vma
     )
+
+
+@pytest.mark.parametrize("count", [1, 5])
+def test_expert_parallel_each_device_with_a_pool_of_its_experts(count):
+    devices = two_devices()
+    mesh = jax.make_mesh((2,), ("expert",), (AxisType.Auto,), devices=devices)
+    sharded, everywhere = NamedSharding(mesh, P("expert")), NamedSharding(mesh, P())
+    shares = [jax.tree.map(lambda x, i=i: x[:, i * HALF : (i + 1) * HALF], numpy_experts()) for i in range(2)]
+    experts = jax.tree.map(lambda *x: np.concatenate(x), *shares)  # [2 * L, HALF, ...]
+    with jax.default_device(devices[0]):
+        pools = [pp.init_pool(SHARE, pp.pin(share), counters=True) for share in shares]
+        pools = jax.device_put(jax.tree.map(lambda *x: jnp.stack(x), *pools), sharded)
+        experts = pp.pin(experts, device=sharded)
+    # Interpreted, the check does not know what the interpreter does.
+    run = jax.jit(on_each_device(mesh, check_vma=devices[0].platform == "gpu", kernel=KERNEL))
     rng = np.random.default_rng(11)
     for _ in range(8):
         layer = int(rng.integers(LAYERS))
         x, ids, weights = tokens(rng, count, bad=0)
-        arrays = jax.device_put((jnp.int32(layer), x, ids, weights), everywhere)
+        arrays = jax.device_put((np.int32(layer), x, ids, weights), everywhere)
         y, pools = run(pools, experts, *arrays)
         np.testing.assert_allclose(y, plain(layer, x, ids, weights), rtol=1e-5, atol=1e-5)
     read = pp.read_counters(pools)
     assert read["misses"].shape == (2, LAYERS) and read["misses"].sum() > 0
     for i in range(2):
-        pp.check_state(config, jax.tree.map(lambda x, i=i: x[i], pools.state))
+        pp.check_state(SHARE, jax.tree.map(lambda x, i=i: x[i], jax.device_get(pools.state)))
+
+
+@pytest.mark.parametrize("count, updates", [(1, False), (5, False), (5, True)])
+def test_with_varying_axes_checked_it_lowers_for_gpus(count, updates):
+    mesh = abstract_gpus(2, "expert")
+    pinned = NamedSharding(mesh, P("expert"), memory_kind="pinned_host")
+    experts = {
+        name: jax.ShapeDtypeStruct((2 * LAYERS, HALF, *leaf.shape[2:]), leaf.dtype, sharding=pinned)
+        for name, leaf in numpy_experts().items()
+    }
+    pools = jax.tree.map(lambda x: jax.ShapeDtypeStruct((2, *x.shape), x.dtype), pool_shapes(SHARE))
+    layer, rest = jax.ShapeDtypeStruct((), jnp.int32), shapes_of(tokens(np.random.default_rng(0), count))
+    run = on_each_device(mesh, check_vma=True, prefill_updates=updates)
+    assert CUSTOM_CALL in lower_for_cuda(run, pools, experts, layer, *rest, mesh=mesh).as_text()
 
 
 def call(**changes):
