@@ -183,7 +183,7 @@ def compile_step(
     if cell.variant == "pool":
         with tempfile.TemporaryDirectory() as folder:
             compiled = lowered.compile(compiler_options={"xla_dump_to": folder})
-            dumps = [path.read_text() for path in Path(folder).glob(chain.DUMP)]
+            dumps = [path.read_text() for path in Path(folder).glob(f"*jit_step{chain.DUMP}")]
         launches = dict(Counter(chain.LAUNCH.findall("\n".join(dumps))))
     else:
         compiled = lowered.compile()
