@@ -35,18 +35,6 @@ class Turns(NamedTuple):
     waiting: jax.Array
 
 
-class Block(NamedTuple):
-    """What stands in which row for one pass, and what it cost: int32.
-
-    Attributes:
-      rows: [block] bank rows of the block's experts, -1 past its end.
-      counts: [3] hits, promotions, staged.
-    """
-
-    rows: jax.Array
-    counts: jax.Array
-
-
 def prefill(
     config: PoolConfig,
     pool: Pool,
