@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
 
 from pallas_pool.config import INT32_MAX, PoolConfig
 from pallas_pool.experts import bit_width
+from pallas_pool.kernels.count import Step, count_kernel
+from pallas_pool.state import Plan, vary_alike
 
 if TYPE_CHECKING:
     from pallas_pool.pool import Pool
@@ -35,7 +41,7 @@ def init_counters(config: PoolConfig) -> jax.Array:
 def count(counters: jax.Array | None, layer: jax.Array, counts: tuple[Any, ...]) -> jax.Array | None:
     """Adds what one call of a layer counted, in the order of `COUNTED`; None stays None.
 
-    A layer out of range counts nowhere. Small elementwise work and one update in place, which XLA fuses.
+    A layer out of range counts nowhere. Elementwise work on some words, and one update in place.
     """
     if counters is None:
         return None
@@ -50,13 +56,40 @@ def count(counters: jax.Array | None, layer: jax.Array, counts: tuple[Any, ...])
     return jax.lax.dynamic_update_index_in_dim(counters, new, at, 0)
 
 
-def count_distinct(routes: jax.Array) -> jax.Array:
-    """How many different rows the routes name, -1 aside: an int32 scalar. Compares each lane with those
-    before it."""
-    lane = jnp.arange(routes.size, dtype=jnp.int32)
-    before = lane[None, :] < lane[:, None]
-    seen = jnp.any((routes[None, :] == routes[:, None]) & before, axis=1)
-    return jnp.sum((routes >= 0) & ~seen, dtype=jnp.int32)
+def count_step(
+    counters: jax.Array | None, layer: jax.Array, plan: Plan, lanes: int, interpret: bool | None
+) -> jax.Array | None:
+    """Adds what a step of `lanes` lanes planned: one small kernel, the counters updated in place."""
+    if counters is None:
+        return None
+    scalars = (plan.copy_count, plan.promoted_count, plan.staged_count)
+    operands = Step(layer.reshape(1), plan.routes, *(x.reshape(1) for x in scalars)), counters.reshape(-1)
+    call = functools.partial(_call, lanes)
+    if interpret is None:
+        counted = lax.platform_dependent(
+            *operands, cuda=functools.partial(call, False), default=functools.partial(call, True)
+        )
+    else:
+        counted = call(interpret, *operands)
+    return counted.reshape(counters.shape)
+
+
+def _call(lanes: int, interpret: bool, step: Step, counters: jax.Array) -> jax.Array:
+    step, counters = vary_alike((step, counters))
+
+    def pool_count(step, before, after):
+        del before  # Aliased to `after`.
+        count_kernel(step, lanes, after)
+
+    varying = jax.typeof(counters).manual_axis_type
+    return pl.pallas_call(
+        pool_count,
+        out_shape=jax.ShapeDtypeStruct(counters.shape, jnp.int32, manual_axis_type=varying),
+        input_output_aliases={len(step): 0},
+        compiler_params=plgpu.CompilerParams(num_warps=1, num_stages=1),
+        interpret=interpret,
+        name=pool_count.__name__,
+    )(step, counters)
 
 
 def read_counters(pool: Pool) -> dict[str, np.ndarray]:

@@ -12,13 +12,12 @@ import jax.numpy as jnp
 
 from pallas_pool.config import PoolConfig, check_ids, check_layer, check_weights
 from pallas_pool.copy_rows import copy_rows
-from pallas_pool.counters import COUNTED, count, count_distinct
+from pallas_pool.counters import COUNTED, count_step
 from pallas_pool.expert_ffn import expert_ffn
 from pallas_pool.experts import check_experts
 from pallas_pool.planner import step
 from pallas_pool.pool import Pool
 from pallas_pool.prefill import prefill
-from pallas_pool.state import vary_alike
 
 PATHS = ("auto", "decode", "prefill")
 
@@ -106,12 +105,7 @@ def _decode(config, pool, experts, layer, x, ids, weights, *, activation, kernel
     bank = copy_rows(pool.bank, experts, layer, plan, interpret=interpret)
     routes = plan.routes[: ids.size]
     y = expert_ffn(x, bank, routes, weights, activation=activation, interpret=interpret)
-    counters = pool.counters
-    if counters is not None:
-        hits = count_distinct(routes) - plan.copy_count
-        counts = (1, hits, plan.promoted_count, plan.staged_count)
-        counters, counts, index = vary_alike((counters, counts, check_layer(config, layer)))
-        counters = count(counters, index, counts)
+    counters = count_step(pool.counters, check_layer(config, layer), plan, ids.size, interpret)
     return y, Pool(state, bank, counters)
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import pallas_pool as pp
-from pallas_pool.counters import COUNTED, count, count_distinct
+from pallas_pool.counters import COUNTED, count, count_step
 from tests.moe_support import CONFIG, LAYERS, pinned_experts
 
 
@@ -37,6 +37,7 @@ def test_a_layer_that_there_is_not_counts_nowhere(layer):
 
 def test_nothing_is_counted_unless_asked_for():
     assert count(None, jnp.int32(0), (1, 1, 1, 1)) is None
+    assert count_step(None, jnp.int32(0), None, 1, None) is None
     pool = pp.init_pool(CONFIG, pinned_experts())
     with pytest.raises(TypeError, match=r"init_pool\(\.\.\., counters=True\)"):
         pp.read_counters(pool)
@@ -48,14 +49,32 @@ def test_nothing_is_counted_unless_asked_for():
     assert not any(values.any() for values in pp.read_counters(pool).values())
 
 
-def test_distinct_rows_are_counted_once():
+@pytest.mark.parametrize("lanes", [1, 7, 64, 100])
+def test_a_step_counts_distinct_rows_once_and_runs_past_32_bits(lanes):
+    """Routes behind the lanes of the call are not looked at."""
     rng = np.random.default_rng(1)
-    for size in (1, 7, 64):
-        routes = rng.integers(-1, size // 2 + 1, size).astype(np.int32)
-        assert int(count_distinct(jnp.asarray(routes))) == len(set(routes.tolist()) - {-1})
+    near = np.full((LAYERS, len(COUNTED), 2), [2**31 - 40, 5], np.int32)
+    counters, want = jnp.asarray(near), near[..., 1].astype(np.int64) * 2**31 + near[..., 0]
+    step = jax.jit(count_step, static_argnums=(3, 4))
+    for layer in (0, 1, 1, LAYERS, -1):
+        routes = rng.integers(-1, lanes // 2 + 1, 128).astype(np.int32)
+        staged, promoted = rng.integers(0, 50, 2)
+        plan = pp.Plan(*[None] * 10)._replace(
+            routes=jnp.asarray(routes),
+            copy_count=jnp.int32(1),
+            promoted_count=jnp.int32(promoted),
+            staged_count=jnp.int32(staged),
+        )
+        counters = step(counters, jnp.int32(layer), plan, lanes, None)
+        if 0 <= layer < LAYERS:
+            distinct = len(set(routes[:lanes].tolist()) - {-1})
+            want[layer] += 1, distinct - 1, promoted, staged
+    words = np.asarray(counters)
+    assert (words >= 0).all() and (lanes < 64 or (words[..., 1] > 5).any())
+    np.testing.assert_array_equal(words[..., 1].astype(np.int64) * 2**31 + words[..., 0], want)
 
 
-def test_counting_is_one_small_fusion_or_two():
+def test_counting_a_prefill_is_some_small_fusions():
     """No gather over tables, no loop: elementwise work on some words, and an update in place."""
     shapes = (jax.eval_shape(lambda: pp.init_counters(CONFIG)), jax.ShapeDtypeStruct((), jnp.int32))
     counts = (jax.ShapeDtypeStruct((), jnp.int32),) * len(COUNTED)
