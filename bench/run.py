@@ -6,10 +6,13 @@ of each kernel; then, on a GPU, the timing. Everything is written to a folder of
 
 from __future__ import annotations
 
+import concurrent.futures
 import datetime
 import itertools
 import json
 import logging
+import multiprocessing
+import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -136,16 +139,41 @@ def compile_all(folder: Path) -> None:
     """Writes every kernel's artifacts, and what they use."""
     artifacts_folder = folder / "artifacts"
     artifacts_folder.mkdir(exist_ok=True)
-    resources = {}
-    wanted = list(itertools.product(_KERNELS.value, _ints(_WIDTHS), _ints(_SMS)))
-    for name, width, sm in _bar(wanted, "cross-compiling"):
+    wanted = {}
+    for name, width in itertools.product(_KERNELS.value, _ints(_WIDTHS)):
         launched = artifacts.planner_kernels(_config(width), name)
-        for i, kernel in enumerate(launched):
+        for sm, (i, kernel) in itertools.product(_ints(_SMS), enumerate(launched)):
             stem = f"{name}_{width}_sm{sm}" + (f"_{i}" if len(launched) > 1 else "")
-            resources[stem] = artifacts.write(kernel, sm, artifacts_folder, stem)
+            wanted[stem] = (kernel, sm, artifacts_folder, stem)
+    # The compiler holds Python's lock most of the time, and a fork of a process with JAX may hang.
+    workers = min(len(wanted), os.cpu_count() or 1)
+    spawned = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(workers, mp_context=spawned) as pool:
+        results = pool.map(artifacts.write, *zip(*wanted.values(), strict=True))
+        found = list(_bar(results, "cross-compiling", len(wanted)))
+    resources = dict(zip(wanted, found, strict=True))
     _write(folder / "resources.json", resources)
     for stem, figures in resources.items():
         print(f"{stem}: " + ", ".join(f"{k} {v}" for k, v in figures.items() if k in SHOWN))
+
+
+def _compile_chains(names: Iterable[str]) -> dict[int, dict[str, chain.Chain]]:
+    """The chain of each implementation by width, all compiled at once."""
+
+    def compile_one(width: int, name: str) -> chain.Chain:
+        config, implementation = _config(width), IMPLEMENTATIONS[name]
+        case = _cases(config)[0]
+        stream = chain.make_stream(config, case)
+        carry = chain.copy_for(config, implementation, chain.start(config, case))
+        return chain.compile_chain(config, implementation, carry, stream, _FORWARDS.value)
+
+    wanted = [(w, n) for w in _ints(_WIDTHS) if _cases(_config(w)) for n in names]
+    chains: dict[int, dict[str, chain.Chain]] = {width: {} for width in _ints(_WIDTHS)}
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        results = pool.map(compile_one, *zip(*wanted, strict=True)) if wanted else ()
+        for (width, name), compiled in zip(wanted, results, strict=True):
+            chains[width][name] = compiled
+    return chains
 
 
 def time_all() -> Iterator[dict[str, Any]]:
@@ -153,23 +181,18 @@ def time_all() -> Iterator[dict[str, Any]]:
     efforts = dict.fromkeys(_KERNELS.value, timing.Effort(_BATCHES.value, _REPLAYS.value))
     plain = timing.Effort(_PLAIN_BATCHES.value, _PLAIN_REPLAYS.value)
     efforts |= dict.fromkeys(_PLAIN.value, plain)
+    compiled = _compile_chains(efforts)
     for width in _ints(_WIDTHS):
-        config, chains = _config(width), {}
+        config, chains = _config(width), compiled[width]
         steps = config.num_layers * _FORWARDS.value
         wanted = _cases(config)
-        for name in efforts if wanted else ():
-            implementation = IMPLEMENTATIONS[name]
-            stream = chain.make_stream(config, wanted[0])
-            carry = chain.copy_for(config, implementation, chain.start(config, wanted[0]))
-            chains[name] = chain.compile_chain(
-                config, implementation, carry, stream, _FORWARDS.value
-            )
+        for name, each in chains.items():
             yield {
                 "kind": "chain",
                 "width": width,
                 "implementation": name,
                 "steps": steps,
-                "launches": chains[name].launches,
+                "launches": each.launches,
             }
         for case in wanted:
             for record in timing.time_case(config, case, chains, efforts):

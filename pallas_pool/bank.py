@@ -41,7 +41,10 @@ def pin(experts: Any, *, device: Any = None, progress: bool = True) -> Any:
     """Puts experts into pinned host memory, where `copy_rows` reads them from.
 
     Leaf by leaf; arrays that are there already stay as they are. On a CPU, whose memory is all one, the
-    arrays become plain JAX arrays, so that the same program runs there.
+    arrays become plain JAX arrays, so that the same program runs there. A jitted function that makes
+    large arrays in host memory should return `jax.device_put(x, jax.memory.Space.Host)` besides naming
+    pinned memory in `out_shardings`: by the latter alone JAX takes them for arrays in device memory, and
+    this function has to copy them.
 
     Args:
       experts: a pytree of NumPy or JAX arrays [L, E, ...], or a list or tuple of L pytrees of arrays
@@ -72,7 +75,12 @@ def pin(experts: Any, *, device: Any = None, progress: bool = True) -> Any:
     with _progress(total if progress else 0) as advance:
         for leaf, sharding in zip(leaves, shardings, strict=True):
             try:
-                pinned.append(jax.block_until_ready(jax.device_put(leaf, sharding)))
+                moved = jax.device_put(leaf, sharding)
+                if sharding.memory_kind == "pinned_host" and not in_host_memory(moved):
+                    # There already by the out_shardings of a jitted function, but JAX takes its type for
+                    # one of device memory, and so would a trace.
+                    moved = jax.device_put(moved, jax.memory.Space.Host)
+                pinned.append(jax.block_until_ready(moved))
             except jax.errors.JaxRuntimeError as error:
                 if "RESOURCE_EXHAUSTED" not in str(error):
                     raise
