@@ -28,8 +28,6 @@ SCALE_DTYPES = (jnp.float32, jnp.bfloat16)
 ROUTER_DTYPES = (*X_DTYPES, jnp.float64)
 # More terms than these are no longer worth writing out, to be fused into what uses the sum.
 WRITTEN_OUT = 32
-# Lanes of a token up to which a program of the second kernel goes through all of them, written out.
-MOST_COMBINED = 16
 
 
 def expert_ffn(
@@ -279,7 +277,8 @@ def _call(options, interpret, x, leaves, scales, routes, weights):
 
     def down_body(hidden_ref, routes_ref, weights_ref, leaf_ref, scale_ref, y_ref):
         body = ffn.down_combined_kernel if tiling.combine else ffn.down_kernel
-        body(static, hidden_ref, routes_ref, weights_ref, matrix("down", leaf_ref, scale_ref), y_ref)
+        static_down = static._replace(tiling=tiling.of_down())
+        body(static_down, hidden_ref, routes_ref, weights_ref, matrix("down", leaf_ref, scale_ref), y_ref)
 
     down, down_scale = flat.pop("down"), scales.get("down")
     up_scales = {name: scale for name, scale in scales.items() if name != "down"}
@@ -325,30 +324,30 @@ def default_tiling(
     """
     # What bfloat16 does not hold is multiplied in float32, where there is no matrix unit to gain from.
     narrow = all(ffn.part_count(dtype) == 1 for dtype in (up_dtype, down_dtype))
-    # Written out with float32 weights it would spill registers.
-    combine = tokens == 1 and top_k <= MOST_COMBINED and down_dtype.itemsize <= 2
     if interpret:
-        members = 1 if tokens == 1 else ffn.DOT_MEMBERS
+        members = down_members = 1 if tokens == 1 else ffn.DOT_MEMBERS
         up = down = Tile(k=1024, n=1024, unroll=1, warps=4)
-    elif tokens == 1 or not narrow:
-        members = 1 if tokens == 1 else 4
-        up = Tile(k=64, n=32, unroll=2, warps=8, stages=2, fence=True)
-        down = Tile(k=32, n=64, unroll=2, warps=8, stages=2, fence=True)
-        if combine:
-            down = Tile(k=256, n=16, unroll=2, warps=16, stages=2, fence=True)
+    elif narrow:
+        # A matrix unit that is nearly empty costs nothing, and its loads are pipelined without registers.
+        members, down_members = ffn.DOT_MEMBERS, ffn.DOT_MEMBERS
+        up, down = Tile(64, 64, 1, 4, stages=3), Tile(32, 128, 1, 4, stages=4)
+        if tokens == 1:
+            down_members = 1
+            up, down = Tile(128, 64, 1, 4, 4), Tile(32, 64, 6, 8, stages=2, fence=True)
+    else:
+        members = down_members = 1 if tokens == 1 else 4
+        up, down = Tile(32, 64, 2, 8, stages=2, fence=True), Tile(32, 64, 2, 8, stages=2, fence=True)
         # 16 bytes a thread and load.
         up, down = (
             tile._replace(k=tile.k * 2 // dtype.itemsize)
             for tile, dtype in ((up, up_dtype), (down, down_dtype))
         )
-    else:
-        members = ffn.DOT_MEMBERS
-        up = down = Tile(k=64, n=64, unroll=1, warps=4, stages=4)
 
-    def fit(tile: Tile, k: int, n: int) -> Tile:
+    def fit(tile: Tile, members: int, k: int, n: int) -> Tile:
         """No larger than the matrix."""
         least = ffn.DOT_MEMBERS if members >= ffn.DOT_MEMBERS else 2
         k, n = (max(least, ffn.next_power_of_two(size)) for size in (k, n))
         return tile._replace(k=min(tile.k, k), n=min(tile.n, n))
 
-    return Tiling(members, 1, fit(up, width, hidden), fit(down, hidden, width), combine)
+    up, down = fit(up, members, width, hidden), fit(down, down_members, hidden, width)
+    return Tiling(members, 1, up, down, down_members=down_members)

@@ -56,12 +56,13 @@ class Tiling(NamedTuple):
     """Tuning of both kernels.
 
     Attributes:
-      members: lanes of one row that a pass serves: 1, 2, 4, 8, or from 16 on.
+      members: lanes of one row that a pass of the first kernel serves: 1, 2, 4, 8, or from 16 on.
       split: programs that share the sums over d of gate and up; the second kernel adds their parts.
       up, down: the tiles.
       combine: whether a program of the second kernel goes through all lanes of a token, and sums them.
         Then nothing is left to do after it, but a row that tokens share is read for each of them, and
         there are few programs, which suits one token.
+      down_members: members of the second kernel, if not those of the first.
     """
 
     members: int
@@ -69,6 +70,11 @@ class Tiling(NamedTuple):
     up: Tile
     down: Tile
     combine: bool = False
+    down_members: int | None = None
+
+    def of_down(self) -> Tiling:
+        """The same with the members of the second kernel."""
+        return self._replace(members=self.down_members or self.members)
 
 
 class Matrix(NamedTuple):
