@@ -240,7 +240,10 @@ def _call(options, interpret, x, leaves, scales, routes, weights):
         *(up_dtype, leaves["down"].dtype),
         interpret=interpret,
     )
-    static = ffn.Static(tokens, options.top_k, rows, tiling, options.activation, interpret)
+    static = functools.partial(
+        *(ffn.Static, tokens, options.top_k, rows), activation=options.activation, interpret=interpret
+    )
+    lanes = tokens * options.top_k
     paired = {
         name: leaf.dtype.itemsize == 1 if options.paired else read_in_pairs(leaf)
         for name, leaf in leaves.items()
@@ -273,31 +276,31 @@ def _call(options, interpret, x, leaves, scales, routes, weights):
             up = matrix("gate_up", leaf, scale, hidden_width, hidden_width)
         else:
             gate, up = (matrix(name, leaf_refs[name], scale_refs.get(name)) for name in ("gate", "up"))
-        ffn.up_kernel(static, x_ref, routes_ref, gate, up, hidden_ref)
+        ffn.up_kernel(static(members=tiling.up_members), tiling.up, x_ref, routes_ref, gate, up, hidden_ref)
 
     def down_body(hidden_ref, routes_ref, weights_ref, leaf_ref, scale_ref, y_ref):
-        body = ffn.down_combined_kernel if tiling.combine else ffn.down_kernel
-        static_down = static._replace(tiling=tiling.of_down())
-        body(static_down, hidden_ref, routes_ref, weights_ref, matrix("down", leaf_ref, scale_ref), y_ref)
+        down = matrix("down", leaf_ref, scale_ref)
+        members = static(members=tiling.down_members)
+        ffn.down_kernel(members, tiling.down, hidden_ref, routes_ref, weights_ref, down, y_ref)
 
     down, down_scale = flat.pop("down"), scales.get("down")
     up_scales = {name: scale for name, scale in scales.items() if name != "down"}
-    split = tiling.split
     hidden = run(
         up_body,
         "expert_ffn_up",
         tiling.up,
-        (pl.cdiv(hidden_width, tiling.up.n) * split, static.lanes),
-        out(1 if split == 1 else 2 * split, static.lanes, hidden_width),
+        (pl.cdiv(hidden_width, tiling.up.n), lanes),
+        out(lanes, hidden_width),
         *(x, routes, flat, up_scales),
     )
-    pieces = pl.cdiv(width, tiling.down.n)
-    operands = hidden, routes, weights, down, down_scale
-    if tiling.combine:
-        y_shape = jax.ShapeDtypeStruct((tokens, width), x.dtype, manual_axis_type=varying)
-        return run(down_body, "expert_ffn_down", tiling.down, (pieces, tokens), y_shape, *operands)
-    grid = pieces, static.lanes
-    y = run(down_body, "expert_ffn_down", tiling.down, grid, out(1, static.lanes, width), *operands)
+    y = run(
+        down_body,
+        "expert_ffn_down",
+        tiling.down,
+        (pl.cdiv(width, tiling.down.n), lanes),
+        out(lanes, width),
+        *(hidden, routes, weights, down, down_scale),
+    )
     y = y.reshape(tokens, options.top_k, width)
     if options.top_k > WRITTEN_OUT:
         return jnp.sum(y, axis=1).astype(x.dtype)
@@ -329,11 +332,11 @@ def default_tiling(
         up = down = Tile(k=1024, n=1024, unroll=1, warps=4)
     elif narrow:
         # A matrix unit that is nearly empty costs nothing, and its loads are pipelined without registers.
-        members, down_members = ffn.DOT_MEMBERS, ffn.DOT_MEMBERS
-        up, down = Tile(64, 64, 1, 4, stages=3), Tile(32, 128, 1, 4, stages=4)
+        members = down_members = ffn.DOT_MEMBERS
+        up, down = Tile(64, 64, 1, 4, stages=4), Tile(32, 128, 1, 4, stages=4)
         if tokens == 1:
             down_members = 1
-            up, down = Tile(128, 64, 1, 4, 4), Tile(32, 64, 6, 8, stages=2, fence=True)
+            up, down = Tile(128, 64, 1, 4, stages=4), Tile(64, 64, 2, 16, stages=2, fence=True)
     else:
         members = down_members = 1 if tokens == 1 else 4
         up, down = Tile(32, 64, 2, 8, stages=2, fence=True), Tile(32, 64, 2, 8, stages=2, fence=True)
@@ -350,4 +353,4 @@ def default_tiling(
         return tile._replace(k=min(tile.k, k), n=min(tile.n, n))
 
     up, down = fit(up, members, width, hidden), fit(down, down_members, hidden, width)
-    return Tiling(members, 1, up, down, down_members=down_members)
+    return Tiling(up, down, members, down_members)

@@ -210,8 +210,8 @@ def _call(activation, top_k, lanes, interpret, x, leaves, scales, order, tiles, 
     x, leaves, scales, order, tiles, out = vary_alike((x, leaves, scales, order, tiles, out))
     n, (tokens, width) = order.size, x.shape
     rows, hidden_width, _ = leaves["down"].shape
-    tiling = _tiling(lanes, width, hidden_width, interpret)
-    static = ffn.Static(tokens, top_k, rows, tiling, activation, interpret)
+    up_tile, down_tile = (_tile(*size, interpret) for size in ((width, hidden_width), (hidden_width, width)))
+    static = ffn.Static(tokens, top_k, rows, lanes, activation, interpret)
     flat = {name: flat_leaf(name, leaf, read_in_pairs(leaf)) for name, leaf in leaves.items()}
     varying = jax.typeof(x).manual_axis_type
 
@@ -228,14 +228,14 @@ def _call(activation, top_k, lanes, interpret, x, leaves, scales, order, tiles, 
             up = matrix(refs, scale_refs, "gate_up", hidden_width, hidden_width)
         else:
             gate, up = (matrix(refs, scale_refs, name) for name in ("gate", "up"))
-        hidden_kernel(static, tiles, order, x, gate, up, hidden)
+        hidden_kernel(static, up_tile, tiles, order, x, gate, up, hidden)
 
     def grouped_ffn_output(tiles, order, hidden, refs, scale_refs, before, out):
         del before  # Aliased to `out`.
-        output_kernel(static, tiles, order, hidden, matrix(refs, scale_refs, "down"), out)
+        output_kernel(static, down_tile, tiles, order, hidden, matrix(refs, scale_refs, "down"), out)
 
     def run(body, tile, columns, *operands, **options):
-        shape = jax.ShapeDtypeStruct((1, n, columns), jnp.float32, manual_axis_type=varying)
+        shape = jax.ShapeDtypeStruct((n, columns), jnp.float32, manual_axis_type=varying)
         return pl.pallas_call(
             body,
             out_shape=shape,
@@ -249,17 +249,14 @@ def _call(activation, top_k, lanes, interpret, x, leaves, scales, order, tiles, 
     def split(tree, down):
         return {name: each for name, each in tree.items() if (name == "down") == down}
 
-    hidden = run(grouped_ffn_hidden, tiling.up, hidden_width, x, split(flat, False), split(scales, False))
-    operands = (hidden, split(flat, True), split(scales, True), out[None])
+    hidden = run(grouped_ffn_hidden, up_tile, hidden_width, x, split(flat, False), split(scales, False))
+    operands = (hidden, split(flat, True), split(scales, True), out)
     last = len(jax.tree.leaves((tiles, order, operands))) - 1
-    return run(grouped_ffn_output, tiling.down, width, *operands, input_output_aliases={last: 0})[0]
+    return run(grouped_ffn_output, down_tile, width, *operands, input_output_aliases={last: 0})
 
 
-def _tiling(lanes: int, width: int, hidden: int, interpret: bool) -> ffn.Tiling:
-    def tile(k, n):
-        # Interpreted, the cost is that of the number of programs and turns.
-        most = 1024 if interpret else 64
-        k, n = (min(max(next_power_of_two(size), ffn.DOT_MEMBERS), most) for size in (k, n))
-        return ffn.Tile(k, n, unroll=1, warps=4, stages=1 if interpret else 3)
-
-    return ffn.Tiling(lanes, 1, tile(width, hidden), tile(hidden, width))
+def _tile(k: int, n: int, interpret: bool) -> ffn.Tile:
+    # Interpreted, the cost is that of the number of programs and turns.
+    most = 1024 if interpret else 64
+    k, n = (min(max(next_power_of_two(size), ffn.DOT_MEMBERS), most) for size in (k, n))
+    return ffn.Tile(k, n, unroll=1, warps=4, stages=1 if interpret else 3)

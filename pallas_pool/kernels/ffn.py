@@ -4,7 +4,7 @@ Both have a grid of (piece, lane) and the same shape. The first lane of a row wo
 that row, so that each row is read once; the programs of other lanes leave at once. Nothing passes
 between programs of a kernel, and each sum has its fixed order: the same call gives the same bits.
 
-A program multiplies the tokens of up to `Tiling.members` lanes by a piece of the row in one pass, and
+A program multiplies the tokens of up to `Static.members` lanes by a piece of the row in one pass, and
 makes more passes where more lanes have the row. One to eight members are multiplied elementwise in
 float32. Sixteen or more go through matrix multiplication, where each factor is a sum of bfloat16
 parts that holds all its bits (a weight and a bfloat16 x are one part, the hidden vector two), or
@@ -56,25 +56,14 @@ class Tiling(NamedTuple):
     """Tuning of both kernels.
 
     Attributes:
-      members: lanes of one row that a pass of the first kernel serves: 1, 2, 4, 8, or from 16 on.
-      split: programs that share the sums over d of gate and up; the second kernel adds their parts.
-      up, down: the tiles.
-      combine: whether a program of the second kernel goes through all lanes of a token, and sums them.
-        Then nothing is left to do after it, but a row that tokens share is read for each of them, and
-        there are few programs, which suits one token.
-      down_members: members of the second kernel, if not those of the first.
+      up, down: the tiles of the first and of the second kernel.
+      up_members, down_members: lanes of one row that a pass serves: 1, 2, 4, 8, or from 16 on.
     """
 
-    members: int
-    split: int
     up: Tile
     down: Tile
-    combine: bool = False
-    down_members: int | None = None
-
-    def of_down(self) -> Tiling:
-        """The same with the members of the second kernel."""
-        return self._replace(members=self.down_members or self.members)
+    up_members: int
+    down_members: int
 
 
 class Matrix(NamedTuple):
@@ -117,7 +106,7 @@ class Static(NamedTuple):
     tokens: int
     top_k: int
     bank_rows: int
-    tiling: Tiling
+    members: int  # of a pass
     activation: Callable[[jax.Array], jax.Array]
     interpret: bool
 
@@ -127,7 +116,7 @@ class Static(NamedTuple):
 
     @property
     def dot(self) -> bool:
-        return self.tiling.members >= DOT_MEMBERS
+        return self.members >= DOT_MEMBERS
 
 
 def find_lanes(static: Static, routes: Ref, lane: jax.Array) -> Lanes:
@@ -144,7 +133,7 @@ def find_lanes(static: Static, routes: Ref, lane: jax.Array) -> Lanes:
     same_1 = same.astype(jnp.int32)
     rank = jnp.where(same, lax.cumsum(same_1) - 1, -1) if static.lanes > 1 else same_1 - 1
     count = jnp.sum(same_1, dtype=jnp.int32)
-    members = static.tiling.members
+    members = static.members
     passes = jnp.where(valid & (first == lane), lax.div(count + (members - 1), jnp.int32(members)), 0)
     return Lanes(lane, row, valid, ids, rank, passes)
 
@@ -165,10 +154,8 @@ def load_weights(
     piece: jax.Array,
     columns: int,
     k_end: int | None,
-    valid: jax.Array | None = None,
 ) -> jax.Array:
-    """Rows `k` [K] of the given piece of columns, of bank row `row`; 0 from k_end on, past the columns, and
-    everywhere if not valid."""
+    """Rows `k` [K] of the given piece of columns, of bank row `row`; 0 from k_end on and past the columns."""
     per = 2 if matrix.paired else 1  # weights an element
     columns //= per
     n = (piece * columns + lane_ids(columns))[None, :]
@@ -180,8 +167,6 @@ def load_weights(
         masks.append((k < k_end)[:, None])
     if matrix.n // per % columns:
         masks.append(n < matrix.n // per)
-    if valid is not None:
-        masks.append(valid)
     loaded = _load(matrix.ref, row, at, masks)
     if not matrix.paired:
         return loaded
@@ -297,26 +282,22 @@ def plan_turns(
     matrices: tuple[Matrix, ...],
     row: jax.Array,
     piece: jax.Array,
-    begin: int | jax.Array,
-    length: int,
     load_values: Callable[[jax.Array, int | None], Any],
     use: Callable[[Any, Any], Any],
-    valid: jax.Array | None = None,
 ) -> list[Turns]:
-    """Turns over rows `begin` to `begin + length - 1` of a piece of columns of each matrix.
+    """Turns over all rows of a piece of columns of each matrix.
 
     Args:
       load_values: (k, k_end) -> what the rows `k` [K] are multiplied by, 0 from k_end on.
       use: ([(weights of each matrix, values), ...], sums) -> sums.
-      valid: whether the row may be read at all; None if it may.
     """
-    span = tile.k * tile.unroll
+    span, length = tile.k * tile.unroll, matrices[0].k
     full, rest = divmod(length, span)
 
     def load(i, loads=tile.unroll, k_end=None):
-        ks = [begin + i * span + j * tile.k + lane_ids(tile.k) for j in range(loads)]
+        ks = [i * span + j * tile.k + lane_ids(tile.k) for j in range(loads)]
         # All loads of weights come first, to be in flight together.
-        weights = [[load_weights(m, row, k, piece, tile.n, k_end, valid) for m in matrices] for k in ks]
+        weights = [[load_weights(m, row, k, piece, tile.n, k_end) for m in matrices] for k in ks]
         return [(each, load_values(k, k_end)) for each, k in zip(weights, ks, strict=True)]
 
     turns = [Turns(full, load, use)] if full else []
@@ -335,8 +316,6 @@ def multiply(
     value_parts: int,
     members: Any,
     piece: jax.Array,
-    begin: int | jax.Array,
-    length: int,
 ) -> list[Any]:
     """The products of the members' values with a piece of columns of each matrix.
 
@@ -346,7 +325,6 @@ def multiply(
       value_parts: bfloat16 parts of a value.
       members: a list of members, each for elementwise multiplication, or all of them as one.
       piece: which piece of `tile.n` columns.
-      begin, length: rows `begin` to `begin + length - 1` are summed over.
 
     Returns:
       For each matrix a list of [N], one a member, or [M, N].
@@ -369,9 +347,9 @@ def multiply(
             ]
         return sums
 
-    turns = plan_turns(tile, matrices, row, piece, begin, length, load_values, use_dot if static.dot else use)
+    turns = plan_turns(tile, matrices, row, piece, load_values, use_dot if static.dot else use)
     if static.dot:
-        zeros = [jnp.zeros((static.tiling.members, tile.n), jnp.float32) for _ in matrices]
+        zeros = [jnp.zeros((static.members, tile.n), jnp.float32) for _ in matrices]
         return take_turns(static, tile, turns, zeros, 1)  # The compiler makes the stages.
     # Summed over the rows of a tile only at the end: what is within a thread stays there.
     nothing = [[jnp.zeros((tile.k, tile.n), jnp.float32) for _ in members] for _ in matrices]
@@ -386,7 +364,7 @@ def add_product(total: jax.Array, values: jax.Array, weights: jax.Array) -> jax.
 
 def each_pass(static: Static, found: Lanes, work: Callable[[Any], None]) -> None:
     """Calls `work` with the members of each pass, (lane, there): a list of scalars, or one of [M]."""
-    members = static.tiling.members
+    members = static.members
 
     def body(i, carry):
         first = i * members
@@ -399,31 +377,30 @@ def each_pass(static: Static, found: Lanes, work: Callable[[Any], None]) -> None
     lax.fori_loop(jnp.int32(0), found.passes, body, None)
 
 
-def load_values(ref: Ref, at: tuple[Any, ...], there: jax.Array, k: jax.Array, k_end: int | None):
-    """ref[*at, k] of a member, or of [M] members with 0 for those not there; 0 from k_end on."""
+def load_values(ref: Ref, at: jax.Array, there: jax.Array, k: jax.Array, k_end: int | None):
+    """ref[at, k] of a member, or of [M] members with 0 for those not there; 0 from k_end on."""
     inside = None if k_end is None else k < k_end
     if there.ndim:
-        at = tuple(each[:, None] if jnp.ndim(each) else each for each in at)
-        k = k[None, :]
+        at, k = at[:, None], k[None, :]
         inside = there[:, None] if inside is None else there[:, None] & inside[None, :]
         inside = jnp.broadcast_to(inside, (there.shape[0], k.shape[1]))
     if inside is None:
-        return plgpu.load(ref.at[(*at, k)])
-    return plgpu.load(ref.at[(*at, k)], mask=inside, other=jnp.zeros((), ref.dtype))
+        return plgpu.load(ref.at[at, k])
+    return plgpu.load(ref.at[at, k], mask=inside, other=jnp.zeros((), ref.dtype))
 
 
-def store_lanes(ref: Ref, part: Any, members: Any, n: jax.Array, values: Any) -> None:
-    """ref[part, lane, n] = values of each member that is there, where n is in range."""
+def store_lanes(ref: Ref, members: Any, n: jax.Array, values: Any) -> None:
+    """ref[lane, n] = values of each member that is there, where n is in range."""
     if isinstance(members, list):
         for (lane, there), value in zip(members, values, strict=True):
-            plgpu.store(ref.at[part, lane, n], value, mask=there & (n < ref.shape[2]))
+            plgpu.store(ref.at[lane, n], value, mask=there & (n < ref.shape[1]))
         return
     lane, there = members
     # Interpreted, a member that is not there would write back what it found and undo the store of
     # the lane whose number it bears: out of range it is dropped.
-    lane = jnp.where(there, lane, ref.shape[1])[:, None]
-    mask = jnp.broadcast_to(there[:, None] & (n < ref.shape[2])[None, :], values.shape)
-    plgpu.store(ref.at[part, lane, n[None, :]], values, mask=mask)
+    lane = jnp.where(there, lane, ref.shape[0])[:, None]
+    mask = jnp.broadcast_to(there[:, None] & (n < ref.shape[1])[None, :], values.shape)
+    plgpu.store(ref.at[lane, n[None, :]], values, mask=mask)
 
 
 def scaled(values: Any, scale: jax.Array | None) -> Any:
@@ -435,52 +412,35 @@ def scaled(values: Any, scale: jax.Array | None) -> Any:
     return values * (scale[None, :] if scale.ndim else scale)
 
 
-def up_kernel(static: Static, x: Ref, routes: Ref, gate: Matrix, up: Matrix, hidden: Ref) -> None:
-    """The hidden vectors of all valid lanes, float32.
+def up_kernel(static: Static, tile: Tile, x: Ref, routes: Ref, gate: Matrix, up: Matrix, hidden: Ref) -> None:
+    """The hidden vectors of all valid lanes: act(x @ gate) * (x @ up), float32.
 
     Args:
       x: [tokens, d].
       routes: [lanes] or more.
       gate, up: of [d, f].
-      hidden: [1, lanes, f], for act(x @ gate) * (x @ up); or where programs split the sums,
-        [2 * split, lanes, f], for x @ gate and x @ up of each part of d. Left as it is where a lane is
-        not valid.
+      hidden: [lanes, f]. Left as it is where a lane is not valid.
     """
-    tile, split = static.tiling.up, static.tiling.split
-    piece, part = pl.program_id(0), jnp.int32(0)
-    if split > 1:
-        piece, part = lax.div(piece, jnp.int32(split)), lax.rem(piece, jnp.int32(split))
+    piece = pl.program_id(0)
     found = find_lanes(static, routes, pl.program_id(1))
-    length = gate.k // split
     n = piece * tile.n + lane_ids(tile.n)
 
     def load_x(member, k, k_end):
         lane, there = member
-        return load_values(x, (lax.div(lane, jnp.full_like(lane, static.top_k)),), there, k, k_end)
+        return load_values(x, lax.div(lane, jnp.full_like(lane, static.top_k)), there, k, k_end)
 
     def work(members):
-        products = multiply(
-            static,
-            tile,
-            (gate, up),
-            found.row,
-            load_x,
-            part_count(x.dtype),
-            members,
-            piece,
-            part * length,
-            length,
-        )
+        matrices, most = (gate, up), part_count(x.dtype)
+        products = multiply(static, tile, matrices, found.row, load_x, most, members, piece)
         g, u = (
             scaled(each, load_scale(matrix, found.row, n))
-            for each, matrix in zip(products, (gate, up), strict=True)
+            for each, matrix in zip(products, matrices, strict=True)
         )
-        if split > 1:
-            store_lanes(hidden, 2 * part, members, n, g)
-            store_lanes(hidden, 2 * part + 1, members, n, u)
-            return
-        h = [activate(static, *each) for each in zip(g, u, strict=True)] if isinstance(g, list) else None
-        store_lanes(hidden, 0, members, n, activate(static, g, u) if h is None else h)
+        if isinstance(g, list):
+            h = [activate(static, *each) for each in zip(g, u, strict=True)]
+        else:
+            h = activate(static, g, u)
+        store_lanes(hidden, members, n, h)
 
     each_pass(static, found, work)
 
@@ -490,30 +450,31 @@ def activate(static: Static, gate: jax.Array, up: jax.Array) -> jax.Array:
     return static.activation(gate).astype(jnp.float32) * up
 
 
-def down_kernel(static: Static, hidden: Ref, routes: Ref, router_weights: Ref, down: Matrix, y: Ref) -> None:
-    """The lanes' outputs: y[0, lane] = weight * (hidden @ down), float32; 0 where a lane is not valid.
+def down_kernel(
+    static: Static, tile: Tile, hidden: Ref, routes: Ref, router_weights: Ref, down: Matrix, y: Ref
+) -> None:
+    """The lanes' outputs: y[lane] = weight * (hidden @ down), float32; 0 where a lane is not valid.
 
     Args:
       hidden: as `up_kernel` leaves it.
       routes: [lanes] or more.
       router_weights: [lanes].
       down: of [f, d].
-      y: [1, lanes, d].
+      y: [lanes, d].
     """
-    tile = static.tiling.down
     piece, lane = pl.program_id(0), pl.program_id(1)
     found = find_lanes(static, routes, lane)
     n = piece * tile.n + lane_ids(tile.n)
 
     @pl.when(~found.valid)
     def _():
-        plgpu.store(y.at[0, lane, n], jnp.zeros(n.shape, jnp.float32), mask=n < y.shape[2])
+        plgpu.store(y.at[lane, n], jnp.zeros(n.shape, jnp.float32), mask=n < y.shape[1])
 
     def load_hidden(member, k, k_end):
-        return load_hidden_values(static, hidden, *member, k, k_end)
+        return load_values(hidden, *member, k, k_end)
 
     def work(members):
-        [products] = multiply(static, tile, (down,), found.row, load_hidden, 2, members, piece, 0, down.k)
+        [products] = multiply(static, tile, (down,), found.row, load_hidden, 2, members, piece)
         products = scaled(products, load_scale(down, found.row, n))
         if isinstance(members, list):
             weights = [router_weights[lane].astype(jnp.float32) for lane, _ in members]
@@ -521,54 +482,6 @@ def down_kernel(static: Static, hidden: Ref, routes: Ref, router_weights: Ref, d
         else:
             weight = load(router_weights, members[0], members[1], 0).astype(jnp.float32)
             values = products * weight[:, None]
-        store_lanes(y, 0, members, n, values)
+        store_lanes(y, members, n, values)
 
     each_pass(static, found, work)
-
-
-def load_hidden_values(
-    static: Static, hidden: Ref, lane: jax.Array, there: jax.Array, k: jax.Array, k_end: int | None
-) -> jax.Array:
-    """Hidden vectors at `k`, of a lane or of [M] lanes, from what `up_kernel` left; 0 from k_end on."""
-    split = static.tiling.split
-    if split == 1:
-        return load_values(hidden, (0, lane), there, k, k_end)
-    sums = [load_values(hidden, (i, lane), there, k, k_end) for i in range(2 * split)]
-    h = activate(static, sum(sums[2::2], sums[0]), sum(sums[3::2], sums[1]))
-    # An activation need not be finite at 0, and a weight of 0 would not hide it.
-    return h if k_end is None else jnp.where(k < k_end, h, 0)
-
-
-def down_combined_kernel(
-    static: Static, hidden: Ref, routes: Ref, router_weights: Ref, down: Matrix, y: Ref
-) -> None:
-    """The tokens' outputs: y[token] = the sum of weight * (hidden @ down) over its valid lanes.
-
-    Args:
-      hidden, routes, router_weights, down: as in `down_kernel`.
-      y: [tokens, d], of any float dtype.
-    """
-    tile = static.tiling.down
-    piece, token = pl.program_id(0), pl.program_id(1)
-    n = piece * tile.n + lane_ids(tile.n)
-    lanes = [token * static.top_k + j for j in range(static.top_k)]
-    turns = []
-    for lane, row in [(lane, routes[lane]) for lane in lanes]:
-        valid = (row >= 0) & (row < static.bank_rows)
-        row = jnp.where(valid, row, 0)
-        weight, scale = router_weights[lane].astype(jnp.float32), load_scale(down, row, n)
-
-        def load_lane(k, k_end, lane=lane, valid=valid, weight=weight):
-            h = load_hidden_values(static, hidden, lane, valid, k, k_end)
-            return jnp.where(valid, h * weight, 0)
-
-        def use(loaded, total, scale=scale, valid=valid):
-            for [weights], values in loaded:
-                if scale is not None:
-                    weights = weights.astype(jnp.float32) * jnp.where(valid, scale, 0)
-                total = add_product(total, values, weights)
-            return total
-
-        turns += plan_turns(tile, (down,), row, piece, 0, down.k, load_lane, use, valid)
-    total = take_turns(static, tile, turns, jnp.zeros((tile.k, tile.n), jnp.float32), tile.stages)
-    plgpu.store(y.at[token, n], jnp.sum(total, axis=0).astype(y.dtype), mask=n < y.shape[1])

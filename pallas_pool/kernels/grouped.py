@@ -32,16 +32,24 @@ class Tiles(NamedTuple):
 
 
 def hidden_kernel(
-    static: ffn.Static, tiles: Tiles, order: Ref, x: Ref, gate: ffn.Matrix, up: ffn.Matrix, hidden: Ref
+    static: ffn.Static,
+    walk: ffn.Tile,
+    tiles: Tiles,
+    order: Ref,
+    x: Ref,
+    gate: ffn.Matrix,
+    up: ffn.Matrix,
+    hidden: Ref,
 ) -> None:
     """Hidden vectors of the lanes of each tile, float32; those of other lanes are left as they are.
 
     Args:
+      walk: how the programs walk the weights.
       tiles: of refs.
       order: [n] the lanes, sorted.
       x: [tokens, d].
       gate, up: of [d, f].
-      hidden: [1, n, f], sorted as `order`.
+      hidden: [n, f], sorted as `order`.
     """
     tile, piece, row = _program(tiles)
 
@@ -51,23 +59,29 @@ def hidden_kernel(
         lane = plgpu.load(order.at[place], mask=there, other=0)
 
         def load_x(members, k, k_end):
-            return ffn.load_values(x, (members[0] // static.top_k,), there, k, k_end)
+            return ffn.load_values(x, members[0] // static.top_k, there, k, k_end)
 
         parts = ffn.part_count(x.dtype)
-        made = _multiply(static, static.tiling.up, (gate, up), row, load_x, parts, (lane, there), piece)
-        n = piece * static.tiling.up.n + lane_ids(static.tiling.up.n)
-        ffn.store_lanes(hidden, 0, (place, there), n, ffn.activate(static, *made))
+        made = _multiply(static, walk, (gate, up), row, load_x, parts, (lane, there), piece)
+        n = piece * walk.n + lane_ids(walk.n)
+        ffn.store_lanes(hidden, (place, there), n, ffn.activate(static, *made))
 
 
 def output_kernel(
-    static: ffn.Static, tiles: Tiles, order: Ref, hidden: Ref, down: ffn.Matrix, out: Ref
+    static: ffn.Static,
+    walk: ffn.Tile,
+    tiles: Tiles,
+    order: Ref,
+    hidden: Ref,
+    down: ffn.Matrix,
+    out: Ref,
 ) -> None:
     """Outputs of the lanes of each tile, float32, without their weights; other lanes are left as they are.
 
     Args:
-      hidden: [1, n, f], as `hidden_kernel` leaves it.
+      hidden: [n, f], as `hidden_kernel` leaves it.
       down: of [f, d].
-      out: [1, n, d], lane by lane.
+      out: [n, d], lane by lane.
     """
     tile, piece, row = _program(tiles)
 
@@ -77,14 +91,11 @@ def output_kernel(
         lane = plgpu.load(order.at[place], mask=there, other=0)
 
         def load_hidden(members, k, k_end):
-            return ffn.load_values(hidden, (0, members[0]), there, k, k_end)
+            return ffn.load_values(hidden, members[0], there, k, k_end)
 
-        down_tile = static.tiling.down
         # Two bfloat16 parts of a hidden value, as in `ffn.down_kernel`.
-        made = _multiply(
-            static, down_tile, (down,), row, load_hidden, 2, (place, there), piece
-        )
-        ffn.store_lanes(out, 0, (lane, there), piece * down_tile.n + lane_ids(down_tile.n), made[0])
+        made = _multiply(static, walk, (down,), row, load_hidden, 2, (place, there), piece)
+        ffn.store_lanes(out, (lane, there), piece * walk.n + lane_ids(walk.n), made[0])
 
 
 def _program(tiles):
@@ -95,14 +106,12 @@ def _program(tiles):
 
 def _members(static, tiles, tile):
     """Places of a tile's lanes, and which there are: the last tile of a run is not full."""
-    place = tiles.start[tile] + lane_ids(static.tiling.members)
+    place = tiles.start[tile] + lane_ids(static.members)
     return place, place < tiles.end[tile]
 
 
 def _multiply(static, tile, matrices, row, load, value_parts, members, piece):
-    made = ffn.multiply(
-        static, tile, matrices, row, load, value_parts, members, piece, 0, matrices[0].k
-    )
+    made = ffn.multiply(static, tile, matrices, row, load, value_parts, members, piece)
     n = piece * tile.n + lane_ids(tile.n)
     scales = [ffn.load_scale(matrix, row, n) for matrix in matrices]
     return [ffn.scaled(each, scale) for each, scale in zip(made, scales, strict=True)]
