@@ -62,7 +62,8 @@ class TritonKernel(NamedTuple):
 def _abstract_gpu() -> Iterator[None]:
     """A device to lower for, where JAX wants one named; hides its word on Triton's future."""
     device = jax.sharding.AbstractDevice(DEVICE_KIND, num_cores=None, platform="gpu")
-    mesh = jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device)
+    auto = (jax.sharding.AxisType.Auto,)
+    mesh = jax.sharding.AbstractMesh((1,), ("x",), axis_types=auto, abstract_device=device)
     with warnings.catch_warnings(), jax.sharding.use_abstract_mesh(mesh):
         warnings.filterwarnings("ignore", "The Pallas Triton backend", DeprecationWarning)
         yield

@@ -75,10 +75,10 @@ def tuned(
         raise TypeError(f"interpret must be None, True or False, got {interpret!r}")
     shapes = shapes_of(experts)
     check_bank(bank, shapes)
-    if interpret is not True:
-        check_host_memory(experts)
     source, layer = _choose_layer(experts, layer, shapes)
     src, dst, count = _check_list(plan)
+    if interpret is not True:
+        check_host_memory(experts)
     leaves, tree = jax.tree.flatten(bank)
     moving = [i for i, row in enumerate(shapes.rows) if row.bits]
     if not src.size or not moving:  # An array without elements is no operand of a kernel.

@@ -89,7 +89,7 @@ def step(
     layer_ok = (layer >= 0) & (layer < config.num_layers)
     valid = valid & layer_ok
     invalid = (ids != -1) & ~valid
-    safe_ids = jnp.full(width, -1, jnp.int32).at[:lanes].set(jnp.where(valid, ids, -1))
+    safe_ids = jnp.pad(jnp.where(valid, ids, -1), (0, width - lanes), constant_values=-1)
     base = jnp.where(layer_ok, layer, 0) * experts
 
     # Clock and forwards.

@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import pallas_pool as pp
 import reference
@@ -216,6 +218,12 @@ def abstract_gpus(count=1, axis="x"):
     device = jax.sharding.AbstractDevice("NVIDIA H200", num_cores=None, platform="gpu")
     auto = (jax.sharding.AxisType.Auto,)
     return jax.sharding.AbstractMesh((count,), (axis,), axis_types=auto, abstract_device=device)
+
+
+def host_shapes(tree, mesh, spec=None):
+    """Shapes of arrays that are in pinned host memory."""
+    sharding = NamedSharding(mesh, spec or P(), memory_kind="pinned_host")
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
 
 
 def lower_for_cuda(function, *args, mesh=None, **jit_options):

@@ -29,7 +29,7 @@ from tests.moe_support import (
     tokens,
 )
 from tests.oracle import Oracle
-from tests.support import abstract_gpus, assert_same, lower_for_cuda
+from tests.support import abstract_gpus, assert_same, host_shapes, lower_for_cuda
 
 
 def steps(count, seed=3):
@@ -208,7 +208,8 @@ def test_lowered_for_cuda_only_kernels_touch_bank_and_tables(count, updates):
     """Every array of the pool is aliased from input to output; between, it goes from kernel to kernel, in
     and out of loops, as it is."""
     pool = pool_shapes(CONFIG)
-    arguments = (pool, *shapes_of((numpy_experts(), *tokens(np.random.default_rng(10), count))))
+    experts = host_shapes(numpy_experts(), abstract_gpus())
+    arguments = (pool, experts, *shapes_of(tokens(np.random.default_rng(10), count)))
     run = all_layers(CONFIG, prefill_updates=updates)
     lowered = lower_for_cuda(run, *arguments, donate_argnums=0)
     module = lowered.compiler_ir("stablehlo")
