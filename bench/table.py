@@ -1,7 +1,7 @@
 """Tables of a run's timing: for the terminal, and for the README, between its two markers.
 
-`python bench/table.py bench/results/NAME` writes the README's; folders that bench/sweep.py and
-bench/peers.py have written may follow, and add a table of their own.
+`python bench/table.py bench/results/NAME` writes the README's; with `--page=PAGE` another page's. Folders
+that bench/sweep.py and bench/peers.py have written may follow, or stand alone, and add a table of their own.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from absl import app
+from absl import app, flags
 
 BASELINE = "loop"
 Cell = tuple[str, int, int, int, str]  # The first fields of a SweepRow.
@@ -334,20 +334,26 @@ def merge_runs(folders: Sequence[Path]) -> list[dict[str, Any]]:
 def main(argv: Sequence[str]) -> None:
     if len(argv) < 2:
         raise app.UsageError(
-            "arguments: folders that bench/run.py has written, the first for the replays and each for "
+            "arguments: folders that bench/run.py has written, if any, the first for the replays and each for "
             "the kernels' durations that those before lack; then folders of sweeps"
         )
     folders = list(map(Path, argv[1:]))
     runs = [folder for folder in folders if (folder / "timing.jsonl").exists()]
     sweeps = [folder for folder in folders if folder not in runs]
     first, *others = (json.loads((each / "manifest.json").read_text()) for each in (*runs, *sweeps))
-    records = merge_runs(runs)
-    parts = [readme_section(summarize(records), graph_notes(records), first)]
+    parts = []
+    if runs:
+        records = merge_runs(runs)
+        parts.append(readme_section(summarize(records), graph_notes(records), first))
+    else:
+        others = [first, *others]
     if sweeps:
         parts.append(sweep_section(read_sweeps(sweeps)))
     section = "\n\n".join([*parts, *map(_ran_on, others)])
-    README.write_text(replace_section(README.read_text(), section))
+    page = Path(flags.FLAGS.page) if flags.FLAGS.page else README
+    page.write_text(replace_section(page.read_text(), section))
 
 
 if __name__ == "__main__":
+    flags.DEFINE_string("page", None, "page whose marked section is written; the README by default")
     app.run(main)

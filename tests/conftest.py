@@ -1,14 +1,28 @@
-"""Settings of the test run: two host devices, Hypothesis profiles, the GPU marker."""
+"""Settings of the test run: two host devices, how programs for a CPU compile, Hypothesis profiles, the
+GPU marker."""
 
+import atexit
 import gc
+import importlib.util
 import os
+import shutil
+import tempfile
 from pathlib import Path
 
 # Before JAX starts: several processes share a GPU, and the host poses as two devices.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-FLAG = "--xla_force_host_platform_device_count"
-if FLAG not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAG}=2".strip()
+FLAGS = {"xla_force_host_platform_device_count": 2}
+# On a CPU nearly all of the time is XLA's, compiling interpreted kernels. It optimizes less, and no
+# program twice in one run: the processes, and the scripts that tests start, share what they compiled.
+if os.environ.get("JAX_PLATFORMS") == "cpu" or not importlib.util.find_spec("jax_plugins"):
+    FLAGS["xla_backend_optimization_level"] = 0
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # Unset where the first process begins.
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="pallas_pool_tests_")
+        atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+given = os.environ.get("XLA_FLAGS", "")
+added = [f"--{name}={value}" for name, value in FLAGS.items() if name not in given]
+os.environ["XLA_FLAGS"] = " ".join([given, *added]).strip()
 
 import hypothesis
 import jax
