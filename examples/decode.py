@@ -1,7 +1,7 @@
 """Greedy decoding with experts in host memory: `python examples/decode.py`, `--help` for its flags.
 
 Prints the tokens, what the pool counted, and how the logits compare with those of the same model with all
-experts on the device.
+experts on the device. Needs absl-py, which the extras `bench`, `compile` and `test` install.
 """
 
 from __future__ import annotations
