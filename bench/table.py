@@ -149,17 +149,21 @@ def summarize(records: Iterable[dict[str, Any]]) -> list[Row]:
 
 
 def graph_notes(records: Iterable[dict[str, Any]]) -> list[str]:
-    """A sentence for each chain that did not run as one command buffer, or may not have."""
-    notes = []
+    """A sentence for all chains that launch the same, if that is not one command buffer, or may not be."""
+    chains: dict[str, dict[str, list[str]]] = {}
     for record in records:
-        if record["kind"] != "chain" or record["launches"] == {"kCommandBuffer": 1}:
-            continue
-        chain = f"{record['implementation']} at {record['width']} lanes"
-        launches = ", ".join(f"{n} {name}" for name, n in record["launches"].items())
+        if record["kind"] == "chain" and record["launches"] != {"kCommandBuffer": 1}:
+            launches = ", ".join(f"{n} {name}" for name, n in record["launches"].items())
+            widths = chains.setdefault(launches, {}).setdefault(record["implementation"], [])
+            if str(record["width"]) not in widths:
+                widths.append(str(record["width"]))
+    notes = []
+    for launches, found in chains.items():
+        who = ", ".join(f"{name} at {' and '.join(widths)} lanes" for name, widths in found.items())
         if launches:
-            notes.append(f"Not one command buffer: {chain} launches {launches}.")
+            notes.append(f"Not one command buffer, but {launches} a call: {who}.")
         else:
-            notes.append(f"XLA did not say what {chain} launches.")
+            notes.append(f"XLA did not say what a call launches: {who}.")
     return notes
 
 
@@ -334,7 +338,7 @@ def merge_runs(folders: Sequence[Path]) -> list[dict[str, Any]]:
 def main(argv: Sequence[str]) -> None:
     if len(argv) < 2:
         raise app.UsageError(
-            "arguments: folders that bench/run.py has written, if any, the first for the replays and each for "
+            "arguments: folders that bench/run.py has written, if any: the first for the replays, each for "
             "the kernels' durations that those before lack; then folders of sweeps"
         )
     folders = list(map(Path, argv[1:]))

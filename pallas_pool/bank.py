@@ -119,8 +119,6 @@ def init_bank(config: PoolConfig, experts: Any, state: PoolState | None = None) 
         raise TypeError(f"config must be a PoolConfig, got {type(config).__name__}")
     if state is None:
         state = init_state(config)
-    elif not isinstance(state, PoolState):
-        raise TypeError(f"state must be a PoolState, got {type(state).__name__}")
     check_geometry(config, state)
     shapes = check_experts(config, experts)
     check_host_memory(experts)

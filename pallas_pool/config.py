@@ -159,15 +159,11 @@ def check_layer(config: PoolConfig, layer: Any) -> jax.Array:
 
 def check_ids(expert_ids: Any) -> jax.Array:
     """Returns expert ids as an array of their shape, of some integer dtype."""
-    if isinstance(expert_ids, (list, tuple, np.ndarray)):
+    if isinstance(expert_ids, (list, tuple)):
         expert_ids = np.asarray(expert_ids)
         if not expert_ids.size:
             expert_ids = expert_ids.astype(np.int32)
-        if expert_ids.dtype in (np.int64, np.uint64):
-            # Without 64-bit types JAX would wrap a large id round to a small, valid one.
-            low = max(-2, np.iinfo(expert_ids.dtype).min)
-            expert_ids = np.clip(expert_ids, low, INT32_MAX)
-    ids = jnp.asarray(expert_ids)
+    ids = as_device_integers(expert_ids)
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise TypeError(f"expert_ids must have an integer dtype, got {ids.dtype}")
     return ids
@@ -203,6 +199,16 @@ def check_lanes(
             )
         weights = weights.reshape(-1)
     return ids.reshape(-1), weights
+
+
+def as_device_integers(x: Any) -> jax.Array:
+    """`jnp.asarray`, but what 32 bits do not hold becomes a value that is no id, no row, and no layer.
+
+    Without 64-bit types JAX would wrap a large number of NumPy's round to a small, valid one.
+    """
+    if isinstance(x, (np.ndarray, np.generic)) and x.dtype in (np.int64, np.uint64):
+        x = np.clip(x, max(-2, np.iinfo(x.dtype).min), INT32_MAX)
+    return jnp.asarray(x)
 
 
 def saturate_int32(x: jax.Array) -> jax.Array:

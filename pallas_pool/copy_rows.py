@@ -12,7 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_pool.config import check_int, saturate_int32
+from pallas_pool.config import as_device_integers, check_int, saturate_int32
 from pallas_pool.experts import Shapes, bit_width, by_layer, shapes_of
 from pallas_pool.kernels import copy as kernel
 from pallas_pool.state import vary_alike
@@ -48,7 +48,7 @@ def copy_rows(bank: Any, experts: Any, layer: Any, plan: Any, *, interpret: bool
     Args:
       bank: the bank, a pytree of arrays [R+S, ...] with the structure of one layer's experts.
       experts: a pytree of arrays [L, E, ...], or a list or tuple of L pytrees of arrays [E, ...], in
-        pinned host memory (`pin`). Any dtypes but complex ones, any row sizes.
+        pinned host memory (`pin`). Any dtypes but complex ones; rows of any whole number of bytes.
       layer: the layer, an int in [0, L), or an integer scalar on the device; out of range on the device,
         nothing is copied. With a list or tuple of layers it must be an int.
       plan: a `Plan`, or anything else that has `copy_src` [n], `copy_dst` [n] and `copy_count` []
@@ -174,7 +174,7 @@ def _check_list(plan: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
     for name in Copies._fields:
         if not hasattr(plan, name):
             raise TypeError(f"plan must have {', '.join(Copies._fields)}, got {type(plan).__name__}")
-        array = jnp.asarray(getattr(plan, name))
+        array = as_device_integers(getattr(plan, name))
         if not jnp.issubdtype(array.dtype, jnp.integer):
             raise TypeError(f"plan.{name} must have an integer dtype, got {array.dtype}")
         arrays.append(saturate_int32(array))

@@ -12,7 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_pool.config import INT32_MAX, MAX_WIDTH, saturate_int32
+from pallas_pool.config import INT32_MAX, MAX_WIDTH, as_device_integers, saturate_int32
 from pallas_pool.kernels import ffn
 from pallas_pool.kernels.ffn import Tile, Tiling
 from pallas_pool.state import vary_alike
@@ -86,15 +86,7 @@ def tiled_ffn(
 ) -> jax.Array:
     """`expert_ffn` with a tiling other than `default_tiling`'s, and 1-byte weights read in pairs or not:
     for tests and tuning."""
-    if interpret not in (None, True, False):
-        raise TypeError(f"interpret must be None, True or False, got {interpret!r}")
-    if isinstance(activation, str):
-        if activation not in ACTIVATIONS:
-            allowed = ", ".join(ACTIVATIONS)
-            raise ValueError(f"activation must be one of {allowed} or a function, got {activation!r}")
-        activation = ACTIVATIONS[activation]
-    elif not callable(activation):
-        raise TypeError(f"activation must be a name or a function, got {type(activation).__name__}")
+    activation = check_options(activation, interpret)
     x = check_array("x", x, X_DTYPES)
     if x.ndim != 2 or not x.shape[1]:
         raise ValueError(f"x must be [T, d] with d >= 1, got {list(x.shape)}")
@@ -104,6 +96,12 @@ def tiled_ffn(
         raise ValueError(
             f"weights must be [T, k] with T = {tokens} as in x and k >= 1, got {list(weights.shape)}"
         )
+    lanes = weights.size
+    if lanes > MAX_WIDTH:
+        raise ValueError(
+            f"weights must have at most T * k = {MAX_WIDTH} lanes, got "
+            f"{tokens} * {weights.shape[1]} = {lanes}"
+        )
     routes = check_routes(routes, *weights.shape)
     leaves, scales = check_bank(bank, width)
     if not tokens:
@@ -112,6 +110,22 @@ def tiled_ffn(
         weights = weights.astype(jnp.float32)
     options = Options(weights.shape[1], activation, tiling, paired)
     return _ffn(options, interpret, x, leaves, scales, routes, weights.reshape(-1))
+
+
+def check_options(
+    activation: str | Callable[[jax.Array], jax.Array], interpret: bool | None
+) -> Callable[[jax.Array], jax.Array]:
+    """The activation as a function."""
+    if interpret not in (None, True, False):
+        raise TypeError(f"interpret must be None, True or False, got {interpret!r}")
+    if isinstance(activation, str):
+        if activation not in ACTIVATIONS:
+            allowed = ", ".join(ACTIVATIONS)
+            raise ValueError(f"activation must be one of {allowed} or a function, got {activation!r}")
+        return ACTIVATIONS[activation]
+    if not callable(activation):
+        raise TypeError(f"activation must be a name or a function, got {type(activation).__name__}")
+    return activation
 
 
 def check_array(name: str, value: Any, dtypes: tuple[Any, ...]) -> jax.Array:
@@ -127,14 +141,10 @@ def check_array(name: str, value: Any, dtypes: tuple[Any, ...]) -> jax.Array:
 def check_routes(routes: Any, tokens: int, top_k: int) -> jax.Array:
     """The routes flat and int32, what does not fit as no row."""
     lanes = tokens * top_k
-    if lanes > MAX_WIDTH:
-        raise ValueError(
-            f"weights must have at most T * k = {MAX_WIDTH} lanes, got {tokens} * {top_k} = {lanes}"
-        )
     if not hasattr(routes, "dtype") or not jnp.issubdtype(routes.dtype, jnp.integer):
         got = getattr(routes, "dtype", type(routes).__name__)
         raise TypeError(f"routes must be an array of integers, got {got}")
-    routes = jnp.asarray(routes)
+    routes = as_device_integers(routes)
     if (routes.ndim == 1 and routes.size >= lanes) or routes.shape == (tokens, top_k):
         return saturate_int32(routes.reshape(-1))
     raise ValueError(

@@ -21,7 +21,7 @@ class Row(NamedTuple):
     Attributes:
       name: where it is in the pytree, as Python would write it, such as "['gate']".
       shape: of one expert.
-      dtype: of the array.
+      dtype: of the array, or of what JAX makes of it: float32 of NumPy's float64, unless 64-bit types are on.
     """
 
     name: str
@@ -161,6 +161,8 @@ def _rows(leaves, name: str, form: str, lead: int) -> tuple[tuple[Row, ...], tup
                 f"{list(sizes)}: all leaves must be {form}"
             )
         sizes = tuple(shape[:lead])
+        if not isinstance(leaf, jax.Array):
+            dtype = jax.dtypes.canonicalize_dtype(dtype)
         rows.append(Row(where, tuple(shape[lead:]), jnp.dtype(dtype)))
     return tuple(rows), sizes
 

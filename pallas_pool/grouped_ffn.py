@@ -12,13 +12,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_pool.config import INT32_MAX, saturate_int32
+from pallas_pool.config import INT32_MAX
 from pallas_pool.expert_ffn import (
-    ACTIVATIONS,
     ROUTER_DTYPES,
     X_DTYPES,
     check_array,
     check_bank,
+    check_options,
+    check_routes,
     flat_leaf,
     read_in_pairs,
 )
@@ -61,24 +62,17 @@ def grouped_ffn(
     """
     x = check_array("x", x, X_DTYPES)
     weights = check_array("weights", weights, ROUTER_DTYPES)
-    if x.ndim != 2 or weights.ndim != 2 or len(x) != len(weights) or not x.shape[1]:
+    if x.ndim != 2 or weights.ndim != 2 or len(x) != len(weights) or not (x.shape[1] and weights.shape[1]):
         raise ValueError(
-            f"x and weights must be [T, d] and [T, k], got {list(x.shape)} and {list(weights.shape)}"
+            f"x and weights must be [T, d] and [T, k] with d >= 1 and k >= 1, got {list(x.shape)} and {list(weights.shape)}"
         )
     tokens, top_k = weights.shape
     n = tokens * top_k
-    if not jnp.issubdtype(routes.dtype, jnp.integer):
-        raise TypeError(f"routes must be an array of integers, got {routes.dtype}")
-    if routes.shape != weights.shape and (routes.ndim != 1 or routes.size < n):
-        raise ValueError(
-            f"routes must be [n] with n >= T * k = {n}, or {list(weights.shape)} as weights, "
-            f"got {list(routes.shape)}"
-        )
-    experts = Experts.of(bank, x.shape[1], activation)
+    row = check_routes(routes, tokens, top_k)[:n]
+    experts = Experts.of(bank, x.shape[1], check_options(activation, interpret))
     if not n:
         return jnp.zeros_like(x)
     rows = experts.rows
-    row = saturate_int32(routes.reshape(-1)[:n])
     group = jnp.where((row >= 0) & (row < rows), row, INT32_MAX)
     order = jnp.argsort(group, stable=True).astype(jnp.int32)
     group = group[order]
@@ -96,8 +90,8 @@ def zeros_for(x: jax.Array, count: jax.Array, lanes: int) -> jax.Array:
     Plain ones depend on nothing: XLA would make those of all layers of a program at its start, and keep
     memory for each.
     """
-    zero = jnp.minimum(count, 0) * (x[0, 0] > 0)
-    return jnp.full((lanes, x.shape[1]), zero, jnp.float32)
+    zero = jnp.minimum(count, 0) * (x[0, 0] > 0).astype(jnp.int32)
+    return jnp.full((lanes, x.shape[1]), zero.astype(jnp.float32))
 
 
 def make_tiles(group: jax.Array, most: int, lanes: int) -> tuple[jax.Array, jax.Array]:
@@ -162,15 +156,8 @@ class Experts(NamedTuple):
     activation: Callable[[jax.Array], jax.Array]
 
     @classmethod
-    def of(cls, bank: Any, width: int, activation: Any) -> Experts:
+    def of(cls, bank: Any, width: int, activation: Callable[[jax.Array], jax.Array]) -> Experts:
         """Checks a bank of experts that take [width]."""
-        if isinstance(activation, str):
-            if activation not in ACTIVATIONS:
-                allowed = ", ".join(ACTIVATIONS)
-                raise ValueError(f"activation must be one of {allowed} or a function, got {activation!r}")
-            activation = ACTIVATIONS[activation]
-        elif not callable(activation):
-            raise TypeError(f"activation must be a name or a function, got {type(activation).__name__}")
         return cls(*check_bank(bank, width), activation)
 
     @property

@@ -13,11 +13,13 @@ import jax.numpy as jnp
 from pallas_pool.config import PoolConfig, check_ids, check_layer, check_weights
 from pallas_pool.copy_rows import copy_rows
 from pallas_pool.counters import COUNTED, count_step
-from pallas_pool.expert_ffn import expert_ffn
+from pallas_pool.expert_ffn import check_options, expert_ffn
 from pallas_pool.experts import check_experts
+from pallas_pool.kernels import KERNELS
 from pallas_pool.planner import step
 from pallas_pool.pool import Pool
 from pallas_pool.prefill import prefill
+from pallas_pool.state import PoolState, check_geometry
 
 PATHS = ("auto", "decode", "prefill")
 
@@ -77,7 +79,8 @@ def moe(
     Raises:
       TypeError, ValueError: at trace time, naming the argument, its value and what is allowed.
     """
-    _check_static(config, pool, path, prefill_updates)
+    _check_static(config, pool, kernel, path, prefill_updates)
+    activation = check_options(activation, interpret)
     shapes = check_experts(config, experts)
     _check_bank(config, shapes, pool)
     x, ids, weights = _check_tokens(x, expert_ids, weights)
@@ -109,21 +112,26 @@ def _decode(config, pool, experts, layer, x, ids, weights, *, activation, kernel
     return y, Pool(state, bank, counters)
 
 
-def _check_static(config, pool, path, prefill_updates):
+def _check_static(config, pool, kernel, path, prefill_updates):
     if not isinstance(config, PoolConfig):
         raise TypeError(f"config must be a PoolConfig, got {type(config).__name__}")
     if not isinstance(pool, Pool):
         raise TypeError(f"pool must be a Pool, as init_pool makes it, got {type(pool).__name__}")
+    if not isinstance(pool.state, PoolState):
+        raise TypeError(f"pool.state must be a PoolState, got {type(pool.state).__name__}")
+    check_geometry(config, pool.state)
+    if kernel not in KERNELS:
+        raise ValueError(f"kernel must be one of {', '.join(KERNELS)}, got {kernel!r}")
     if path not in PATHS:
         raise ValueError(f"path must be one of {', '.join(PATHS)}, got {path!r}")
     if not isinstance(prefill_updates, bool):
         raise TypeError(f"prefill_updates must be True or False, got {prefill_updates!r}")
     shape = (config.num_layers, len(COUNTED), 2)
     counters = pool.counters
-    if counters is not None and (counters.shape != shape or counters.dtype != jnp.int32):
+    if counters is not None and _differs(counters, shape, jnp.int32):
         raise ValueError(
             f"pool.counters must be int32{list(shape)} for this config, as init_counters(config) makes it, "
-            f"got {counters.dtype}{list(counters.shape)}"
+            f"got {_summary(counters)}"
         )
 
 
@@ -136,11 +144,19 @@ def _check_bank(config, shapes, pool):
         )
     for leaf, row in zip(leaves, shapes.rows, strict=True):
         shape = (config.bank_rows, *row.shape)
-        if leaf.shape != shape or leaf.dtype != row.dtype:
+        if _differs(leaf, shape, row.dtype):
             raise ValueError(
                 f"pool.bank{row.name} must be {row.dtype}{list(shape)} for these experts and this config, "
-                f"got {leaf.dtype}{list(leaf.shape)}: make the pool by init_pool(config, experts)"
+                f"got {_summary(leaf)}: make the pool by init_pool(config, experts)"
             )
+
+
+def _differs(array, shape, dtype):
+    return getattr(array, "shape", None) != shape or array.dtype != dtype
+
+
+def _summary(array):
+    return f"{array.dtype}{list(array.shape)}" if hasattr(array, "shape") else type(array).__name__
 
 
 def _check_tokens(x, expert_ids, weights):

@@ -14,7 +14,14 @@ from jax.experimental.pallas import triton as plgpu
 from pallas_pool.config import PoolConfig, check_lanes, check_layer
 from pallas_pool.kernels import KERNELS
 from pallas_pool.kernels.lanes import Call
-from pallas_pool.state import Plan, PoolState, check_geometry, plan_shapes, vary_alike
+from pallas_pool.state import (
+    Plan,
+    PoolState,
+    check_geometry,
+    check_is_state,
+    plan_shapes,
+    vary_alike,
+)
 
 
 def step(
@@ -54,8 +61,7 @@ def step(
     """
     if not isinstance(config, PoolConfig):
         raise TypeError(f"config must be a PoolConfig, got {type(config).__name__}")
-    if not isinstance(state, PoolState):
-        raise TypeError(f"state must be a PoolState, got {type(state).__name__}")
+    check_is_state(state)
     if kernel not in KERNELS:
         raise ValueError(f"kernel must be one of {', '.join(KERNELS)}, got {kernel!r}")
     if interpret not in (None, True, False):

@@ -66,7 +66,7 @@ def prefill(
     index_of_layer, x, ids, weights, pool = vary_alike((check_layer(config, layer), x, ids, weights, pool))
     safe_ids, any_invalid = _judge(config, index_of_layer, ids.reshape(-1), weights.reshape(-1))
     state = pool.state
-    state = state.stepped(scalars=state.scalars.at[ERROR].max(any_invalid.astype(jnp.int32)))
+    state = state.stepped(scalars=jnp.asarray(state.scalars).at[ERROR].max(any_invalid.astype(jnp.int32)))
     turns = _take_turns(config, state, index_of_layer, safe_ids, updates)
     block = min(config.staging_rows, config.num_experts)
     if updates:

@@ -242,6 +242,7 @@ def set_controls(
         "promote_min_misses": promote_min_misses,
         "protect_recent": protect_recent,
     }
+    check_is_state(state)
     values = {
         CONTROLS[name][0]: check_int(name, value, *CONTROLS[name][1:])
         for name, value in given.items()
@@ -256,12 +257,14 @@ def set_controls(
 
 def controls(state: PoolState) -> dict[str, int]:
     """The controls, gate included, as a dict of ints. Waits for the device."""
+    check_is_state(state)
     scalars = np.asarray(state.scalars)
     return {name: int(scalars[index]) for name, (index, _, _) in CONTROLS.items()}
 
 
 def clear_error(state: PoolState) -> PoolState:
     """Returns the state with the sticky routing error cleared."""
+    check_is_state(state)
     return state.stepped(scalars=state.scalars.at[ERROR].set(0))
 
 
@@ -308,10 +311,18 @@ def snapshot(config: PoolConfig, state: PoolState) -> dict[str, Any]:
     }
 
 
+def check_is_state(state: Any) -> None:
+    """Raises TypeError for anything but a PoolState."""
+    if not isinstance(state, PoolState):
+        of_pool = ": give pool.state" if type(state).__name__ == "Pool" else ""
+        raise TypeError(f"state must be a PoolState, got {type(state).__name__}{of_pool}")
+
+
 def check_geometry(
     config: PoolConfig, state: PoolState, error: type[Exception] = ValueError
 ) -> None:
     """Raises `error` where an array of the state has not the shape and dtype that `config` asks for."""
+    check_is_state(state)
     for name, shape in state_shapes(config).items():
         array = getattr(state, name)
         dtype, got = getattr(array, "dtype", None), tuple(getattr(array, "shape", ()))

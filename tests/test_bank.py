@@ -146,6 +146,16 @@ def test_expert_bytes_counts_a_row_of_every_leaf():
     assert pp.expert_bytes(layers_of(experts)) == sum(sizes.values())
 
 
+def test_doubles_count_as_what_jax_makes_of_them():
+    """Whether 64-bit types are on or off, and before and after they are pinned."""
+    experts = {"a": np.zeros((L, E, 3)), "b": np.zeros((L, E), np.int64)}
+    for on in (False, True):
+        with jax.enable_x64(on):
+            pinned = pp.pin(experts)
+            assert pp.expert_bytes(experts) == pp.expert_bytes(pinned) == (32 if on else 16)
+            assert pp.init_bank(CONFIG, experts)["a"].dtype == pinned["a"].dtype
+
+
 def test_pin_returns_the_same_pytree_of_jax_arrays():
     experts, _ = make()
     for given in (experts, layers_of(experts)):

@@ -126,7 +126,7 @@ def test_tables(tmp_path):
     assert masked.ratio == pytest.approx(0.5) and masked.kernel == (2, 3, 6)
     assert "masked" in table.terminal_table([loop, masked])
     notes = table.graph_notes(records)
-    assert notes[0] == "Not one command buffer: loop at 4 lanes launches 2 kWhile."
+    assert notes[0] == "Not one command buffer, but 2 kWhile a call: loop at 4 lanes, masked at 4 lanes."
     section = table.readme_section([loop, masked], notes, MANIFEST)
     assert "| 4 | `all_hit` | 4.00 (3.00-5.00) | 2.00 (1.50-2.50), 0.50x |" in section
     assert "| 4 | `all_hit` | 2.00 / 3.00 / 6.00 |" in section

@@ -160,7 +160,8 @@ def test_routes_of_every_form():
     y = np.asarray(pp.expert_ffn(x, bank, routes, weights))
     flat = np.asarray(routes).reshape(-1)
     padded = np.concatenate([flat, [3, 3]])
-    for same in (padded.astype(np.int16), np.where(flat < 0, 200, flat).astype(np.uint8)):
+    big = np.where(flat < 0, 2**32, flat)  # Wrapped round to 32 bits it would be row 0.
+    for same in (padded.astype(np.int16), np.where(flat < 0, 200, flat).astype(np.uint8), big):
         np.testing.assert_array_equal(np.asarray(pp.expert_ffn(x, bank, same, weights)), y)
 
 
@@ -354,6 +355,7 @@ def test_bad_arguments_are_refused(args, error, message):
     [
         ({"activation": "swish"}, ValueError, "activation must be one of silu, gelu, relu or a function"),
         ({"activation": 3}, TypeError, "activation must be a name or a function, got int"),
+        ({"activation": jnp.sum}, ValueError, r"activation must be an elementwise function, .* it made \[\]"),
         ({"interpret": "no"}, TypeError, "interpret must be None, True or False, got 'no'"),
     ],
 )

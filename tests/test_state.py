@@ -1,6 +1,7 @@
 """`init_state`, `snapshot`, `clear_error`; `check_state` finds every corruption and names it."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -215,3 +216,20 @@ def test_a_state_of_another_geometry_or_dtype_is_refused(field):
         for name in IMPLEMENTATIONS:
             with pytest.raises(ValueError, match=message):
                 one_step(name, CONFIG)(changed(change), 0, np.array([0], np.int32))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        pp.set_controls,
+        pp.controls,
+        pp.clear_error,
+        functools.partial(pp.snapshot, CONFIG),
+        functools.partial(pp.check_state, CONFIG),
+        lambda pool: pp.step(CONFIG, pool, 0, [0]),
+    ],
+)
+def test_a_pool_is_no_state(function):
+    pool = pp.Pool(pp.init_state(CONFIG), {})
+    with pytest.raises(TypeError, match=r"state must be a PoolState, got Pool: give pool\.state"):
+        function(pool)

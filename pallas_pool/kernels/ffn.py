@@ -447,7 +447,13 @@ def up_kernel(static: Static, tile: Tile, x: Ref, routes: Ref, gate: Matrix, up:
 
 def activate(static: Static, gate: jax.Array, up: jax.Array) -> jax.Array:
     """act(gate) * up, float32."""
-    return static.activation(gate).astype(jnp.float32) * up
+    made = static.activation(gate)
+    if jnp.shape(made) != gate.shape:
+        raise ValueError(
+            f"activation must be an elementwise function, but of float32{list(gate.shape)} it made "
+            f"{list(jnp.shape(made))}"
+        )
+    return made.astype(jnp.float32) * up
 
 
 def down_kernel(
