@@ -111,10 +111,16 @@ def entry(name: str) -> Iterator[str]:
     if made_by_a_caller:
         yield from (*signature(name, thing), "")
     yield from markdown(thing.__doc__)
-    for attribute, value in vars(thing).items() if inspect.isclass(thing) else ():
+    attributes = vars(thing) if inspect.isclass(thing) else {}
+    for attribute, value in attributes.items():
         if isinstance(value, property):
             doc = inspect.cleandoc(value.__doc__)
             yield from ("", f"`{name}.{attribute}`: {escape(doc)}")
+    for attribute, value in attributes.items():
+        if isinstance(value, classmethod) and value.__doc__:
+            made_by = f"{name}.{attribute}"
+            yield from ("", f"### {made_by}", "", *signature(made_by, getattr(thing, attribute)), "")
+            yield from markdown(value.__doc__)
 
 
 def render() -> str:

@@ -57,12 +57,13 @@ def pin(experts: Any, *, device: Any = None, progress: bool = True) -> Any:
       The same pytree of JAX arrays.
 
     Raises:
-      TypeError, ValueError: the arrays do not fit each other.
+      TypeError, ValueError: the arrays do not fit each other, or are no arrays but traced or mere shapes.
       MemoryError: the host has no room, or JAX allows no more pinned memory: the message says how to
         raise the limit.
     """
     shapes = shapes_of(experts)
     total = shapes.row_bytes * shapes.experts * shapes.layers
+    _check_pinnable(experts, device)
     leaves, tree = jax.tree.flatten(experts)
     shardings = [_pinned_sharding(leaf, device) for leaf in leaves]
     moving = [
@@ -173,6 +174,18 @@ def _load_by_gather(config: PoolConfig, shapes: Shapes, experts: Any, keys: jax.
 def _flat(words: jax.Array) -> jax.Array:
     """[L, E, n] or [E, n] as [keys, n]."""
     return words.reshape(math.prod(words.shape[:-1]), words.shape[-1])
+
+
+def _check_pinnable(experts: Any, device: Any) -> None:
+    for path, leaf in jax.tree_util.tree_flatten_with_path(experts)[0]:
+        if isinstance(leaf, (jax.core.Tracer, jax.ShapeDtypeStruct)):
+            what = "a traced array" if isinstance(leaf, jax.core.Tracer) else "a mere shape"
+            raise TypeError(
+                f"experts{jax.tree_util.keystr(path)} must be a NumPy or JAX array to be pinned, got {what}: "
+                "pin outside of jitted functions, and pass them what pin returned"
+            )
+    if device is not None and not isinstance(device, (jax.Device, jax.sharding.Sharding)):
+        raise TypeError(f"device must be a JAX device or a Sharding, got {device!r}")
 
 
 def _pinned_sharding(leaf: Any, device: Any) -> Any:

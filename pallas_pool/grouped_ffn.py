@@ -64,7 +64,8 @@ def grouped_ffn(
     weights = check_array("weights", weights, ROUTER_DTYPES)
     if x.ndim != 2 or weights.ndim != 2 or len(x) != len(weights) or not (x.shape[1] and weights.shape[1]):
         raise ValueError(
-            f"x and weights must be [T, d] and [T, k] with d >= 1 and k >= 1, got {list(x.shape)} and {list(weights.shape)}"
+            "x and weights must be [T, d] and [T, k] with d >= 1 and k >= 1, got "
+            f"{list(x.shape)} and {list(weights.shape)}"
         )
     tokens, top_k = weights.shape
     n = tokens * top_k

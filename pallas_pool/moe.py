@@ -83,6 +83,7 @@ def moe(
     activation = check_options(activation, interpret)
     shapes = check_experts(config, experts)
     _check_bank(config, shapes, pool)
+    check_geometry(config, pool.state)
     x, ids, weights = _check_tokens(x, expert_ids, weights)
     top_k, d = ids.shape[-1], x.shape[-1]
     most = min(config.width, config.staging_rows)
@@ -119,7 +120,6 @@ def _check_static(config, pool, kernel, path, prefill_updates):
         raise TypeError(f"pool must be a Pool, as init_pool makes it, got {type(pool).__name__}")
     if not isinstance(pool.state, PoolState):
         raise TypeError(f"pool.state must be a PoolState, got {type(pool.state).__name__}")
-    check_geometry(config, pool.state)
     if kernel not in KERNELS:
         raise ValueError(f"kernel must be one of {', '.join(KERNELS)}, got {kernel!r}")
     if path not in PATHS:

@@ -173,6 +173,8 @@ def init_state(
     Raises:
       TypeError, ValueError: `residents` do not fit the geometry.
     """
+    if not isinstance(config, PoolConfig):
+        raise TypeError(f"config must be a PoolConfig, got {type(config).__name__}")
     keys = _resident_keys(config, residents)
     key_row = np.full(config.keys, -1, np.int32)
     key_row[keys] = np.arange(config.rows)
@@ -251,7 +253,7 @@ def set_controls(
     if not values:
         return state
     index = np.array(list(values), np.int32)
-    scalars = state.scalars.at[index].set(np.array(list(values.values()), np.int32))
+    scalars = jnp.asarray(state.scalars).at[index].set(np.array(list(values.values()), np.int32))
     return state.stepped(scalars=scalars)
 
 
@@ -265,7 +267,7 @@ def controls(state: PoolState) -> dict[str, int]:
 def clear_error(state: PoolState) -> PoolState:
     """Returns the state with the sticky routing error cleared."""
     check_is_state(state)
-    return state.stepped(scalars=state.scalars.at[ERROR].set(0))
+    return state.stepped(scalars=jnp.asarray(state.scalars).at[ERROR].set(0))
 
 
 def vary_alike(tree: Any) -> Any:

@@ -169,6 +169,16 @@ def test_pin_returns_the_same_pytree_of_jax_arrays():
     assert pp.expert_bytes(weights) == 12
 
 
+def test_pin_refuses_what_it_cannot_move():
+    experts = {"a": np.zeros((L, E, 3), np.float32)}
+    with pytest.raises(TypeError, match=r"experts\['a'\] must be a NumPy or JAX array .* got a traced array"):
+        jax.eval_shape(pp.pin, experts)
+    with pytest.raises(TypeError, match=r"experts\['a'\] must be a NumPy or JAX array .* got a mere shape"):
+        pp.pin({"a": jax.ShapeDtypeStruct((L, E, 3), np.float32)})
+    with pytest.raises(TypeError, match="device must be a JAX device or a Sharding, got 'cpu'"):
+        pp.pin(experts, device="cpu")
+
+
 def test_pinned_arrays_stay_where_they_are():
     experts = pp.pin(make({"a": ("float32", (3,))})[0])
     again = pp.pin(experts)

@@ -33,6 +33,13 @@ def test_one_control_set_and_read(name):
         assert_same(pp.snapshot(CONFIG, changed) | rest, pp.snapshot(CONFIG, state))
 
 
+def test_a_state_of_numpy_arrays():
+    """As a checkpoint may give it back."""
+    state = jax.device_get(pp.init_state(CONFIG))
+    assert pp.controls(pp.set_controls(state, gate=False)) == DEFAULTS | {"gate": 0}
+    assert pp.snapshot(CONFIG, pp.clear_error(state))["error"] == 0
+
+
 def test_any_subset():
     state = pp.set_controls(pp.init_state(CONFIG), promote_limit=3, protect_recent=MOST)
     state = pp.set_controls(state, promote_limit=0, gate=False)

@@ -140,7 +140,8 @@ def test_lists_of_other_integers_and_of_nothing():
         got = pp.copy_rows(bank, pinned, np.int64(1), plan)
     assert_same_bits(got, expected(bank, experts, 1, [-1, 4], [0, 7], 2))
     # With 64-bit types off JAX would wrap them round, to an expert, a row and a count that there are.
-    for plan in (pp.Copies(big, np.array([0, 7]), 2), pp.Copies(np.array([-1, 4]), np.array([0, 7]), big[0] + 1)):
+    dst = np.array([0, 7])
+    for plan in (pp.Copies(big, dst, 2), pp.Copies(np.array([-1, 4]), dst, np.int64(2**32))):
         got = pp.copy_rows(bank, pinned, 1, plan)
         assert_same_bits(got, expected(bank, experts, 1, [-1, 4], [0, 7], 2))
     none = pp.Copies(np.zeros(0, np.int32), np.zeros(0, np.int32), 0)

@@ -160,7 +160,7 @@ def test_routes_of_every_form():
     y = np.asarray(pp.expert_ffn(x, bank, routes, weights))
     flat = np.asarray(routes).reshape(-1)
     padded = np.concatenate([flat, [3, 3]])
-    big = np.where(flat < 0, 2**32, flat)  # Wrapped round to 32 bits it would be row 0.
+    big = np.where(flat < 0, 2**32, flat.astype(np.int64))  # Wrapped round to 32 bits it would be row 0.
     for same in (padded.astype(np.int16), np.where(flat < 0, 200, flat).astype(np.uint8), big):
         np.testing.assert_array_equal(np.asarray(pp.expert_ffn(x, bank, same, weights)), y)
 

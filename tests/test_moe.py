@@ -355,8 +355,8 @@ def three_rows_more():
     return pp.init_pool(config, pinned_experts())
 
 
-def good_pool():
-    return pp.init_pool(CONFIG, pinned_experts())
+def pool_with(**changes):
+    return pp.init_pool(CONFIG, pinned_experts())._replace(**changes)
 
 
 X = np.zeros((3, D), np.float32)
@@ -379,9 +379,9 @@ WEIGHTS = np.zeros((3, TOP_K), np.float32)
         ({"experts": jax.tree.map(lambda x: x[:, :4], numpy_experts())}, ValueError, "num_experts=8"),
         ({"experts": {"down": numpy_experts()["down"]}}, ValueError, "structure"),
         ({"pool": three_rows_more}, ValueError, "make the pool by init_pool"),
-        ({"pool": lambda: good_pool()._replace(state=None)}, TypeError, "pool.state must be a PoolState"),
-        ({"pool": lambda: good_pool()._replace(counters=7)}, ValueError, "pool.counters must .* got int"),
-        ({"pool": lambda: good_pool()._replace(bank=dict.fromkeys(numpy_experts(), 7))}, ValueError, "got int"),
+        ({"pool": lambda: pool_with(state=None)}, TypeError, "pool.state must be a PoolState"),
+        ({"pool": lambda: pool_with(counters=7)}, ValueError, "pool.counters must .* got int"),
+        ({"pool": lambda: pool_with(bank=dict.fromkeys(numpy_experts(), 7))}, ValueError, "got int"),
         ({"x": X.astype(np.int32)}, TypeError, "x must be float32, bfloat16 or float16"),
         ({"weights": IDS}, TypeError, "weights must be float16"),
         ({"expert_ids": WEIGHTS}, TypeError, "expert_ids must have an integer dtype"),
@@ -418,8 +418,8 @@ def test_more_lanes_than_staging_rows_are_refused_by_the_decode_path_alone():
 def test_both_paths_refuse_alike(path):
     """Also what one of them has no use for, and a state whose tables belong to another config."""
     other = pp.init_state(pp.PoolConfig(1, 2 * EXPERTS, rows_per_layer=4, staging_rows=4, width=4))
-    with pytest.raises(ValueError, match=r"state\.row_key must be int32\[7\] for this config, got int32\[8\]"):
-        call(path=path, pool=good_pool()._replace(state=other))
+    with pytest.raises(ValueError, match=r"state\.row_key must be int32\[7\] .* got int32\[8\]"):
+        call(path=path, pool=pool_with(state=other))
     with pytest.raises(ValueError, match="kernel must be one of"):
         call(path=path, kernel="none")
     with pytest.raises(TypeError, match="interpret must be"):
@@ -439,6 +439,8 @@ def test_counters_of_another_geometry_are_refused():
 
 
 def test_init_pool_refuses_what_does_not_fit():
+    with pytest.raises(TypeError, match="config must be a PoolConfig, got dict"):
+        pp.init_pool(pinned_experts(), CONFIG)
     with pytest.raises(TypeError, match="counters must be True or False"):
         pp.init_pool(CONFIG, pinned_experts(), counters=1)
     with pytest.raises(ValueError, match="residents"):

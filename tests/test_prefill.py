@@ -184,6 +184,14 @@ def test_the_ffn_of_many_lanes_is_that_of_few(dtype):
     )
 
 
+def test_a_pool_of_numpy_arrays():
+    """As a checkpoint may give it back, and not under `jit`."""
+    arrays = tokens(np.random.default_rng(6), COUNT)
+    pool = jax.device_get(pp.init_pool(CONFIG, pinned_experts(), counters=True))
+    y, after = jax.eval_shape(lambda: pp.moe(CONFIG, pool, pinned_experts(), LAYER, *arrays))
+    assert y.shape == (COUNT, D) and jax.tree.structure(after) == jax.tree.structure(pool)
+
+
 def test_a_token_that_is_not_finite_leaves_the_others_alone():
     x, ids, weights = restricted(np.random.default_rng(5), [3])  # All lanes are of one tile.
     rows = rows_of(LAYER, ids, weights)
