@@ -60,7 +60,9 @@ def expert_ffn(
       weights: [T, k] router weights; float16, bfloat16, float32 or float64. Not looked at where the
         lane has no row.
       activation: "silu", "gelu" (the tanh approximation, as in `jax.nn.gelu`), "relu", or an elementwise
-        function of jnp, which is traced into the kernel with a float32 array.
+        function of jnp, which is traced into the kernel with a float32 array. Compiled for a GPU, it may
+        use what Pallas knows there: exp, tanh, maximum, where and such, but no erf, which the gelu that
+        is not approximate needs.
       interpret: None compiles the kernels for a GPU and interprets them on any other device; True
         always interprets, False always compiles.
 
