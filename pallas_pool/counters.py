@@ -15,7 +15,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_pool.config import INT32_MAX, PoolConfig
 from pallas_pool.experts import bit_width
-from pallas_pool.kernels.count import Step, count_kernel
+from pallas_pool.kernels.count import Step, count_kernel, num_warps
 from pallas_pool.state import Plan, vary_alike
 
 if TYPE_CHECKING:
@@ -79,14 +79,14 @@ def _call(lanes: int, interpret: bool, step: Step, counters: jax.Array) -> jax.A
 
     def pool_count(step, before, after):
         del before  # Aliased to `after`.
-        count_kernel(step, lanes, after)
+        count_kernel(step, lanes, interpret, after)
 
     varying = jax.typeof(counters).manual_axis_type
     return pl.pallas_call(
         pool_count,
         out_shape=jax.ShapeDtypeStruct(counters.shape, jnp.int32, manual_axis_type=varying),
         input_output_aliases={len(step): 0},
-        compiler_params=plgpu.CompilerParams(num_warps=1, num_stages=1),
+        compiler_params=plgpu.CompilerParams(num_warps=num_warps(lanes), num_stages=1),
         interpret=interpret,
         name=pool_count.__name__,
     )(step, counters)

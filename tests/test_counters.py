@@ -1,13 +1,19 @@
 """Counters: past 2**31, and as a table. That they count what the plans say, the tests of `moe` see."""
 
+import math
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import pallas_pool as pp
+from bench.artifacts import triton_kernels
 from pallas_pool.counters import COUNTED, count, count_step
 from tests.moe_support import CONFIG, LAYERS, pinned_experts
+
+TENSOR = re.compile(r"tensor<((?:\d+x)+\w)")
 
 
 def counted(counters):
@@ -49,7 +55,7 @@ def test_nothing_is_counted_unless_asked_for():
     assert not any(values.any() for values in pp.read_counters(pool).values())
 
 
-@pytest.mark.parametrize("lanes", [1, 7, 64, 100])
+@pytest.mark.parametrize("lanes", [1, 7, 64, 100, 1000])
 def test_a_step_counts_distinct_rows_once_and_runs_past_32_bits(lanes):
     """Routes behind the lanes of the call are not looked at."""
     rng = np.random.default_rng(1)
@@ -57,7 +63,7 @@ def test_a_step_counts_distinct_rows_once_and_runs_past_32_bits(lanes):
     counters, want = jnp.asarray(near), near[..., 1].astype(np.int64) * 2**31 + near[..., 0]
     step = jax.jit(count_step, static_argnums=(3, 4))
     for layer in (0, 1, 1, LAYERS, -1):
-        routes = rng.integers(-1, lanes // 2 + 1, 128).astype(np.int32)
+        routes = rng.integers(-1, lanes // 2 + 1, max(128, lanes + 24)).astype(np.int32)
         staged, promoted = rng.integers(0, 50, 2)
         plan = pp.Plan(*[None] * 10)._replace(
             routes=jnp.asarray(routes),
@@ -72,6 +78,23 @@ def test_a_step_counts_distinct_rows_once_and_runs_past_32_bits(lanes):
     words = np.asarray(counters)
     assert (words >= 0).all() and (lanes < 64 or (words[..., 1] > 5).any())
     np.testing.assert_array_equal(words[..., 1].astype(np.int64) * 2**31 + words[..., 0], want)
+
+
+@pytest.mark.parametrize("lanes", [1, 64, 65, 200, 1024])
+def test_what_a_warp_compares_at_once_fits_in_its_registers(lanes):
+    def shape(*size):
+        return jax.ShapeDtypeStruct(size, jnp.int32)
+
+    plan = pp.Plan(*[None] * 10)._replace(
+        routes=shape(lanes), copy_count=shape(), promoted_count=shape(), staged_count=shape()
+    )
+    [kernel] = triton_kernels(
+        lambda *operands: count_step(*operands, lanes, False),
+        *(shape(LAYERS, len(COUNTED), 2), shape(), plan),
+    )
+    sizes = [math.prod(map(int, size.split("x")[:-1])) for size in TENSOR.findall(kernel.ttir)]
+    assert max(sizes) <= 64 * 32 * kernel.num_warps
+    assert ("gpu.barrier" in kernel.ttir) == (kernel.num_warps > 1), kernel.ttir
 
 
 def test_counting_a_prefill_is_some_small_fusions():
