@@ -155,6 +155,37 @@ def check_routes(routes: Any, tokens: int, top_k: int) -> jax.Array:
     )
 
 
+def _check_matrices(shapes: dict[str, tuple[int, ...]], width: int) -> None:
+    """Raises where the matrices do not fit each other, or `x`."""
+
+    def misfits(d: int, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+        """What matrices should have been, with rows and f as in "down"."""
+        rows, f, _ = shapes["down"]
+        wanted = {"gate": (rows, d, f), "up": (rows, d, f), "gate_up": (rows, d, 2 * f), "down": (rows, f, d)}
+        return {name: wanted[name] for name, shape in shapes.items() if shape != wanted[name]}
+
+    wrong = misfits(width, shapes)
+    if not wrong:
+        return
+    turned = {name: (shape[0], shape[2], shape[1]) for name, shape in shapes.items()}
+    others = ({"down": turned["down"]}, {n: s for n, s in turned.items() if n != "down"}, turned)
+    made_for = shapes["down"][2]
+    if not misfits(made_for, shapes):
+        text = f'x has d = {width}, but bank["down"] is {list(shapes["down"])}: made for d = {made_for}'
+    else:
+        name, shape = next(iter(wrong.items()))
+        text = (
+            f'bank["{name}"] must be {list(shape)}: rows and f as in bank["down"] {list(shapes["down"])} and '
+            f"d = {width} as in x; got {list(shapes[name])}"
+        )
+    if any(not misfits(width, shapes | other) for other in others):
+        text += (
+            '. Matrices seem to be transposed, as PyTorch keeps them: "gate" and "up" are [d, f], "down" is '
+            "[f, d]; give w.swapaxes(-1, -2)"
+        )
+    raise ValueError(text)
+
+
 def check_bank(bank: Any, width: int) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
     """The matrices and the scales [rows, 1 or columns] of a bank, by name."""
     if not isinstance(bank, Mapping):
@@ -180,15 +211,8 @@ def check_bank(bank: Any, width: int) -> tuple[dict[str, jax.Array], dict[str, j
             raise ValueError(
                 f'bank["{name}"] must have rows of less than 2**31 weights, got {list(leaf.shape)}'
             )
-    rows, hidden, _ = leaves["down"].shape
-    wanted = {name: (rows, width, hidden) for name in ("gate", "up")}
-    wanted |= {"gate_up": (rows, width, 2 * hidden), "down": (rows, hidden, width)}
-    for name, leaf in leaves.items():
-        if leaf.shape != wanted[name]:
-            raise ValueError(
-                f'bank["{name}"] must be {list(wanted[name])}: rows and f as in bank["down"] '
-                f"{list(leaves['down'].shape)} and d = {width} as in x; got {list(leaf.shape)}"
-            )
+    _check_matrices({name: leaf.shape for name, leaf in leaves.items()}, width)
+    rows = len(leaves["down"])
     scales = {}
     for name, leaf in leaves.items():
         key = f"{name}_scale"

@@ -93,7 +93,8 @@ def shapes_of(experts: Any) -> Shapes:
         elif shapes != first:
             raise ValueError(
                 f"{name} differs from experts[0]: it has {_summary(shapes)}, not {_summary(first)}. "
-                "All layers that share a bank must have experts of the same shapes and dtypes"
+                "All layers that share a bank must have experts of the same shapes and dtypes, and a list or "
+                "tuple is taken for one pytree a layer; give the matrices of all layers as a dict"
             )
     assert first is not None
     return first
@@ -139,6 +140,15 @@ def _leaves(tree: Any, name: str) -> tuple[list[tuple[Any, Any]], Any]:
     return leaves, structure
 
 
+def _is_dtype(dtype: Any) -> bool:
+    """Whether NumPy knows it: a dtype of PyTorch it does not."""
+    try:
+        jnp.dtype(dtype)
+    except TypeError:
+        return False
+    return True
+
+
 def _rows(leaves, name: str, form: str, lead: int) -> tuple[tuple[Row, ...], tuple[int, ...]]:
     """Rows and the leading sizes that all leaves share."""
     rows: list[Row] = []
@@ -150,6 +160,9 @@ def _rows(leaves, name: str, form: str, lead: int) -> tuple[tuple[Row, ...], tup
             raise TypeError(
                 f"{name}{where} must be an array {form}, got {leaf!r:.80} ({type(leaf).__name__})"
             )
+        if not _is_dtype(dtype):
+            kind = f"{type(leaf).__module__}.{type(leaf).__name__}"
+            raise TypeError(f"{name}{where} must be a NumPy or JAX array, got a {kind} of {dtype}")
         if len(shape) < lead or not all(shape[:lead]):
             raise ValueError(
                 f"{name}{where} must be an array {form}, got {dtype}{list(shape)}"

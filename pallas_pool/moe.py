@@ -97,6 +97,12 @@ def moe(
     flat = (x.reshape(tokens, d), ids.reshape(tokens, top_k), weights.reshape(tokens, top_k))
     if not tokens:
         return x, pool
+    if path == "decode" and ids.size > most:
+        raise ValueError(
+            f'path="decode" takes at most {most} lanes, the smaller of width={config.width} and '
+            f"staging_rows={config.staging_rows}, got {ids.size} in expert_ids; by the prefill path "
+            'path="auto" takes more, or make the config for more tokens'
+        )
     by_decode = path == "decode" or (path == "auto" and ids.size <= most)
     run = _decode if by_decode else functools.partial(prefill, updates=prefill_updates)
     options: dict[str, Any] = {"activation": activation, "kernel": kernel, "interpret": interpret}

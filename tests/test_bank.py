@@ -117,6 +117,12 @@ def test_init_bank_refuses_what_does_not_fit():
         pp.init_bank(CONFIG, pinned, pp.init_state(other))
 
 
+class Tensor:
+    """As PyTorch's, with a dtype that NumPy does not know."""
+
+    shape, dtype = (L, E, 2), "torch.float32"
+
+
 @pytest.mark.parametrize(
     "experts, error, message",
     [
@@ -126,6 +132,8 @@ def test_init_bank_refuses_what_does_not_fit():
         ([], ValueError, "experts is an empty sequence"),
         ([{"a": np.zeros(E)}, {"a": np.ones((E, 1))}], ValueError, r"experts\[1\] differs from experts\[0\]"),
         ([{"a": np.zeros(E)}, {"b": np.zeros(E)}], ValueError, r"experts\[1\] differs from experts\[0\]"),
+        ((np.zeros((L, E)), np.zeros((L, E, 2))), ValueError, "a list or tuple is taken for one pytree"),
+        ({"a": Tensor()}, TypeError, r"experts\['a'\] must be a NumPy or JAX array, got a .*Tensor of torch"),
         ([np.zeros(())], ValueError, "a list or tuple of arrays is taken for one pytree a layer"),
         ({}, ValueError, "experts holds no array"),
     ],

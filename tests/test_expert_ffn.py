@@ -306,6 +306,12 @@ def with_leaf(name, *size, dtype=bf16):
     return changed(1, GOOD[1] | {name: jax.ShapeDtypeStruct(size, dtype)})
 
 
+def turned(*names):
+    """The bank with some matrices transposed."""
+    shapes = {name: GOOD[1][name].shape for name in names}
+    return GOOD[1] | {name: jax.ShapeDtypeStruct((r, b, a), bf16) for name, (r, a, b) in shapes.items()}
+
+
 def without(*names):
     return changed(1, {name: leaf for name, leaf in GOOD[1].items() if name not in names})
 
@@ -321,13 +327,15 @@ def array(dtype, *size):
         (changed(0, array(f32, 2, 0)), ValueError, r"x must be .*d >= 1"),
         (changed(0, array(jnp.int32, 2, 16)), TypeError, "x must be of dtype .*float16; got int32"),
         (changed(0, [1.0]), TypeError, "x must be an array, got list"),
-        (changed(0, array(f32, 2, 17)), ValueError, r'bank\["gate"\] must be \[4, 17, 8\].*\[4, 16, 8\]'),
+        (changed(0, array(f32, 2, 17)), ValueError, 'x has d = 17, but .* made for d = 16'),
+        (changed(1, turned("gate", "up", "down")), ValueError, "made for d = 8. .*swapaxes"),
+        (changed(1, turned("gate", "up")), ValueError, r'bank\["gate"\] must be \[4, 16, 8\].*swapaxes'),
         (changed(1, [1]), TypeError, "bank must be a mapping.*got list"),
         (without("up"), ValueError, r"\['up'\] missing"),
         (without("gate", "down"), ValueError, r"\['gate', 'down'\] missing"),
         (with_leaf("bias", 4, 8), ValueError, r"bank has \['bias'\]"),
         (with_leaf("gate_up", 4, 16, 16), ValueError, r"bank has \['gate', 'up'\]"),
-        (with_leaf("down", 4, 16, 8), ValueError, r'bank\["gate"\] must be \[4, 16, 16\]'),
+        (with_leaf("down", 4, 16, 8), ValueError, r'bank\["gate"\] must be \[4, 16, 16\].*swapaxes'),
         (with_leaf("down", 5, 8, 16), ValueError, r'bank\["gate"\] must be \[5, 16, 8\]'),
         (with_leaf("up", 4, 16), ValueError, r'bank\["up"\] must be \[rows, d, columns\]'),
         (with_leaf("up", 4, 16, 8, dtype=jnp.int32), TypeError, r'bank\["up"\] must be of dtype .*int8'),

@@ -391,7 +391,7 @@ WEIGHTS = np.zeros((3, TOP_K), np.float32)
         (
             {"x": X, "expert_ids": IDS, "weights": WEIGHTS, "path": "decode"},
             ValueError,
-            "more than the width 4",
+            "takes at most 3 lanes, the smaller of width=4 and staging_rows=3, got 6",
         ),
         (
             {"x": X[:1], "expert_ids": np.zeros((1, 4), np.int32), "weights": np.zeros((1, 4), np.float32)},
@@ -408,7 +408,7 @@ def test_bad_use_is_refused(changes, error, message):
 
 def test_more_lanes_than_staging_rows_are_refused_by_the_decode_path_alone():
     arrays = {"x": X[:2], "expert_ids": IDS[:2], "weights": WEIGHTS[:2]}  # 4 lanes, 3 staging rows.
-    with pytest.raises(ValueError, match="more than the 3 staging_rows"):
+    with pytest.raises(ValueError, match=r"at most 3 lanes.*staging_rows=3, got 4 .*path=.auto. takes"):
         call(**arrays, path="decode")
     y, _ = call(**arrays)
     assert y.shape == (2, D)

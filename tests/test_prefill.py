@@ -207,7 +207,7 @@ def test_a_token_that_is_not_finite_leaves_the_others_alone():
     [
         ({"x": np.zeros((3, D), np.int32)}, TypeError, "x must be of dtype"),
         ({"x": np.zeros((2, D), np.float32)}, ValueError, "x and weights must be"),
-        ({"x": np.zeros((3, D + 1), np.float32)}, ValueError, "as in x"),
+        ({"x": np.zeros((3, D + 1), np.float32)}, ValueError, f"x has d = {D + 1}, but .*made for d = {D}"),
         ({"routes": np.zeros(5, np.int32)}, ValueError, r"routes must be \[n\] with n >= T \* k = 6"),
         ({"routes": np.zeros((3, TOP_K), np.float32)}, TypeError, "routes must be an array of integers"),
         ({"routes": [[0, 1]] * 3}, TypeError, "routes must be an array of integers, got list"),
