@@ -149,8 +149,13 @@ class PoolConfig:
 def check_layer(config: PoolConfig, layer: Any) -> jax.Array:
     """Returns `layer` as an int32 scalar. A Python or NumPy int out of range is refused here; an array
     out of range makes every lane of the step invalid, on the device."""
+    return layer_of(config.num_layers, layer)
+
+
+def layer_of(layers: int, layer: Any) -> jax.Array:
+    """`check_layer` by the number of layers."""
     if not isinstance(layer, jax.Array):
-        layer = np.int32(check_int("layer", layer, 0, config.num_layers - 1))
+        layer = np.int32(check_int("layer", layer, 0, layers - 1))
     layer = jnp.asarray(layer)
     if layer.shape != () or not jnp.issubdtype(layer.dtype, jnp.integer):
         raise TypeError(f"layer must be an integer scalar, got {layer.dtype}{list(layer.shape)}")

@@ -12,7 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_pool.config import as_device_integers, check_int, saturate_int32
+from pallas_pool.config import as_device_integers, check_int, layer_of, saturate_int32
 from pallas_pool.experts import Shapes, bit_width, by_layer, shapes_of
 from pallas_pool.kernels import copy as kernel
 from pallas_pool.state import vary_alike
@@ -96,8 +96,8 @@ def tuned(
     return jax.tree.unflatten(tree, leaves)
 
 
-def check_bank(bank: Any, shapes: Shapes) -> int:
-    """Returns the number of rows of a bank that fits the experts, or raises."""
+def check_bank(bank: Any, shapes: Shapes) -> None:
+    """Raises where a bank does not fit the experts."""
     leaves, tree = jax.tree.flatten(bank)
     if tree != shapes.tree:
         raise ValueError(
@@ -112,8 +112,6 @@ def check_bank(bank: Any, shapes: Shapes) -> int:
             got = f"{dtype}{list(shape)}" if shape is not None else type(leaf).__name__
             raise ValueError(f"bank{row.name} must be {row.dtype}[{wanted}] to fit the experts, got {got}")
         rows = shape[0]
-    assert rows is not None
-    return rows
 
 
 def check_host_memory(experts: Any) -> None:
@@ -161,12 +159,7 @@ def _choose_layer(experts: Any, layer: Any, shapes: Shapes) -> tuple[Any, jax.Ar
                 f"{layer}: stack the experts to [L, E, ...], or unroll the loop over layers"
             )
         return experts[check_int("layer", layer, 0, shapes.layers - 1)], jnp.zeros(1, jnp.int32)
-    if not isinstance(layer, jax.Array):
-        layer = check_int("layer", layer, 0, shapes.layers - 1)
-    layer = jnp.asarray(layer)
-    if layer.shape != () or not jnp.issubdtype(layer.dtype, jnp.integer):
-        raise TypeError(f"layer must be an integer scalar, got {layer.dtype}{list(layer.shape)}")
-    return experts, saturate_int32(layer).reshape(1)
+    return experts, layer_of(shapes.layers, layer).reshape(1)
 
 
 def _check_list(plan: Any) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -131,7 +131,7 @@ def find_lanes(static: Static, routes: Ref, lane: jax.Array) -> Lanes:
     same = (every == row) & (ids < static.lanes)
     first = jnp.min(jnp.where(same, ids, static.lanes))
     same_1 = same.astype(jnp.int32)
-    rank = jnp.where(same, lax.cumsum(same_1) - 1, -1) if static.lanes > 1 else same_1 - 1
+    rank = jnp.where(same, lax.cumsum(same_1) - 1, -1)
     count = jnp.sum(same_1, dtype=jnp.int32)
     members = static.members
     passes = jnp.where(valid & (first == lane), lax.div(count + (members - 1), jnp.int32(members)), 0)
