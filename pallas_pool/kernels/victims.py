@@ -41,7 +41,7 @@ HASH = -1640531527  # 2**32 over the golden ratio: Knuth's multiplicative hash.
 # Columns of a tile of the pool, and tiles that are loaded before the first is looked at.
 COLUMNS = 1024
 TILES_AHEAD = 4
-TILES_AHEAD_TIES = 2
+TILES_AHEAD_TIES = 2  # Where rows are judged by more than their word, which takes more registers.
 # Tiles that share a word of marks, and words that are looked at together.
 WORD_BITS = 32
 WORDS = 2048
