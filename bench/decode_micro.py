@@ -71,6 +71,11 @@ def make_bank(shape: Shape, rows: int) -> dict[str, jax.Array]:
     }
 
 
+def _by_layer(array: Any) -> tuple[jax.Array, ...]:
+    """Each layer's as an array of its own, as a decode step has them: no kernel slices them."""
+    return tuple(jnp.asarray(each) for each in array)
+
+
 def _copy_cases(
     shape: Shape, experts: Sequence[Any], batches: Sequence[int], rows: int
 ) -> Iterator[Case]:
@@ -91,7 +96,7 @@ def _copy_cases(
         for layer in range(shape.layers):
             src[layer, :entries] = rng.permutation(shape.experts)[:entries]
             dst[layer, :share] = layer * share + rng.permutation(share)[:width]
-        lists = jnp.asarray(src), jnp.asarray(dst)
+        lists = _by_layer(src), _by_layer(dst)
         for count in ROWS:
             if count > min(entries, share):
                 continue
@@ -141,7 +146,7 @@ def _ffn_cases(
             routes, count = _routes(ids, share)
             x = decode_models.make((shape.layers, batch, shape.d), 88_000, std=1.0)
             weights = jnp.full(ids.shape[1:], 1 / ids.shape[2], jnp.float32)
-            arguments = x, jnp.asarray(routes), weights
+            arguments = _by_layer(x), _by_layer(routes), weights
 
             def call(carry, arguments=arguments):
                 bank, _ = carry

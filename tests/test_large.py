@@ -5,6 +5,8 @@ import numpy as np
 import pytest
 
 import pallas_pool as pp
+from pallas_pool import state as fields
+from pallas_pool.kernels import victims
 from tests.support import (
     EDGE,
     IMPLEMENTATIONS,
@@ -67,6 +69,26 @@ def test_the_oldest_rows_go_first(order, clock):
         got, state_after = run_steps(name, POOL, state, layers, ids)
         assert_same_steps(got, want, name)
         pp.check_state(POOL, state_after)
+
+
+@pytest.mark.parametrize("aim", [1.5, 12], ids=("than the queue holds", "than are collected"))
+@pytest.mark.parametrize("order", ["shuffled", "few ages", "two ages, shuffled"])
+def test_a_bound_that_lets_through_more(order, aim, monkeypatch):
+    """With the error of a sample this is rare: here each bound is too late."""
+    monkeypatch.setattr(victims, "AIM", aim)
+    clock = 10**6
+    # A pool that no other test compiles.
+    pool = pp.PoolConfig(4, 6000, (2253, 11, 4494, 2200 + int(aim)), 64, 64)
+    row_used = ages(clock)[order][: pool.rows]
+    rng = np.random.default_rng(6)
+    residents = [rng.permutation(pool.num_experts)[:rows] for rows in pool.layer_rows]
+    state, oracle = aged(pool, clock, clock // 4, row_used, residents=residents)
+    layers, ids = stream(3)
+    got, after = run_steps("fused", pool, state, layers, ids)
+    assert_same_steps(got, run_oracle(oracle, layers, ids), "fused")
+    pp.check_state(pool, after)
+    if aim < 2:
+        assert after.queue[fields.QUEUE_TAIL] == fields.QUEUE_SIZE
 
 
 LARGEST = pp.PoolConfig(128, 1024, 513, 32, 32)

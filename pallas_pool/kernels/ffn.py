@@ -480,14 +480,18 @@ def down_kernel(
         return load_values(hidden, *member, k, k_end)
 
     def work(members):
-        [products] = multiply(static, tile, (down,), found.row, load_hidden, 2, members, piece)
-        products = scaled(products, load_scale(down, found.row, n))
+        # Loaded first, so that no latency is left at the end.
+        scale = load_scale(down, found.row, n)
         if isinstance(members, list):
             weights = [router_weights[lane].astype(jnp.float32) for lane, _ in members]
+        else:
+            weights = load(router_weights, members[0], members[1], 0).astype(jnp.float32)
+        [products] = multiply(static, tile, (down,), found.row, load_hidden, 2, members, piece)
+        products = scaled(products, scale)
+        if isinstance(members, list):
             values = [each * weight for each, weight in zip(products, weights, strict=True)]
         else:
-            weight = load(router_weights, members[0], members[1], 0).astype(jnp.float32)
-            values = products * weight[:, None]
+            values = products * weights[:, None]
         store_lanes(y, members, n, values)
 
     each_pass(static, found, work)

@@ -38,6 +38,12 @@ def plan_step(call: ln.Call) -> None:
     hit = lanes.valid & (row >= 0) & (row < config.rows)
     missed = lanes.valid & ~hit
     missed_lanes = jnp.sum(missed.astype(jnp.int32), dtype=jnp.int32)
+    # Loaded before they are needed, so that the barrier and the ranking hide their latency.
+    head_keys = lax.cond(
+        missed_lanes != 0,
+        lambda: victims.load_keys(call, queue, head_rows),
+        lambda: head_rows + 0,
+    )
     ln.store(state.row_used, row, clock[1], hit & gate_open)
     ln.store(state.row_epoch, row, clock[0], hit & gate_open & (clock[0] > 0))
     ln.store(plan.safe_ids, lane, lanes.safe_ids, everywhere)
@@ -57,8 +63,7 @@ def plan_step(call: ln.Call) -> None:
 
     @pl.when(missed_lanes != 0)
     def _():
-        # Loaded before they are needed, so that the ranking hides their latency.
-        window = victims.load_window(call, clock, queue, head_rows)
+        window = victims.load_window(call, clock, queue, head_rows, head_keys)
         _place_misses(call, lanes, controls, queue, window, row, missed, misses, missed_lanes)
 
 

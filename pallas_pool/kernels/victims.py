@@ -9,10 +9,12 @@ by whichever kernel, is passed over. Ties go by the row: a bound is (epoch, used
 A refill reads the pool once, whatever its size, and has three parts:
 1. of a sample of rows spread over the pool it finds, by bisection, a bound that a few hundred rows of
    the pool lie below;
-2. it marks the rows below that bound, one bit a row, and then writes out the marked rows, which are
-   few. If more lie below than the queue holds, those written are the next sample, and the bound
-   shrinks;
-3. it sorts them by counting, for each, how many come before.
+2. it marks the rows below that bound, one bit a row, and then collects the marked rows, which are few;
+3. it sorts them by counting, for each, how many come before. Where a bound let through more rows than
+   the queue holds, the oldest of them fill it, and the bound comes down to the first that is left out.
+
+A bound that lets through more rows than can be sorted is all but impossible. Those collected would be
+the next sample then, and the pool be marked again.
 """
 
 from __future__ import annotations
@@ -33,22 +35,27 @@ from pallas_pool.kernels import lanes as ln
 from pallas_pool.state import PoolState
 
 # Rows of the sample: one in so many of the pool, within bounds. The queue then gets hundreds of rows
-# from any pool, and a sample fits in registers up to 200,000 rows.
-SAMPLE_STRIDE = 24
+# from any pool, and a sample fits in registers up to 400,000 rows.
+SAMPLE_STRIDE = 48
 LEAST_SAMPLE = 2048
 MOST_SAMPLE = 8192
+# Rows that should lie below a bound, as a share of the queue. The more, the fewer refills, and the more
+# often the sample's error lets through more than the queue holds, which takes a longer sort.
+AIM = 0.7
 HASH = -1640531527  # 2**32 over the golden ratio: Knuth's multiplicative hash.
 # Columns of a tile of the pool, and tiles that are loaded before the first is looked at.
 COLUMNS = 1024
 TILES_AHEAD = 4
-TILES_AHEAD_TIES = 2  # Where rows are judged by more than their word, which takes more registers.
+TILES_AHEAD_TIES = 1  # Where rows are judged by more than their word, which takes more registers.
 # Tiles that share a word of marks, and words that are looked at together.
 WORD_BITS = 32
 WORDS = 2048
 # Queue entries that are looked at together, where the step has fewer lanes.
 MIN_WINDOW = 32
-# Entries that a round of the sort compares with all others.
-SORT_TILE = 32
+# Rows that can be collected and sorted, so many at a time; and of others that a round compares them with.
+COLLECTED = 2 * s.QUEUE_SIZE
+SORT_LANES = 512
+SORT_TILE = 16
 
 
 class Queue(NamedTuple):
@@ -86,28 +93,36 @@ def load_rows(call: ln.Call, queue: Queue) -> jax.Array:
     return ln.load(call.state.queue, s.QUEUE_ROWS + queue.head + place, inside, 0)
 
 
-def load_window(call: ln.Call, clock: ck.Clock, queue: Queue, row: jax.Array) -> Window:
-    """Loads what a step must know of the rows from `load_rows`. A barrier must stand between the
+def load_keys(call: ln.Call, queue: Queue, row: jax.Array) -> jax.Array:
+    """Loads the keys of the rows from `load_rows`. Hits do not change them."""
+    _, inside = _inside(call.config, queue)
+    return ln.load(call.state.row_key, row, inside, -1)
+
+
+def load_window(
+    call: ln.Call, clock: ck.Clock, queue: Queue, row: jax.Array, key: jax.Array
+) -> Window:
+    """Loads what else a step must know of the rows from `load_rows`. A barrier must stand between the
     stamps of the hits and this."""
     _, inside = _inside(call.config, queue)
     return Window(
         row=row,
         epoch=ages.load_epoch(call, clock, row, inside),
         used=ln.load(call.state.row_used, row, inside, 0),
-        key=ln.load(call.state.row_key, row, inside, -1),
+        key=key,
     )
 
 
 def scratch_words(config: PoolConfig) -> int:
-    """A refill's rows before they are sorted, then their sort keys, or before that the marks."""
-    return s.QUEUE_SIZE + max(s.QUEUE_SIZE, _mark_groups(config) * _columns(config))
+    """The rows that a refill collects, then their sort keys, or before that the marks."""
+    return COLLECTED + max(COLLECTED, _mark_groups(config) * _columns(config))
 
 
 def _sampled(config: PoolConfig) -> int:
-    """Rows of the sample, a power of two; all, if the pool has no more."""
+    """Rows of the sample, a power of two: no more than the pool has."""
     sampled = ln.next_power_of_two(-(-config.rows // SAMPLE_STRIDE))
     sampled = min(max(sampled, LEAST_SAMPLE), MOST_SAMPLE)
-    return min(sampled, ln.next_power_of_two(config.rows))
+    return min(sampled, ln.next_power_of_two(config.rows + 1) // 2)
 
 
 def _columns(config: PoolConfig) -> int:
@@ -117,15 +132,6 @@ def _columns(config: PoolConfig) -> int:
 def _mark_groups(config: PoolConfig) -> int:
     """Groups of tiles that share their words of marks."""
     return -(-config.rows // (_columns(config) * WORD_BITS))
-
-
-def _share(sampled: int, rows: int) -> int:
-    """How much of the sample should lie below a bound: so much that what lies below in the pool fits
-    in the queue, the sample's error (2.5 times its standard deviation) included."""
-    share = s.QUEUE_SIZE if sampled == rows else 1
-    while (share + 1 + 2.5 * (share + 1) ** 0.5) * rows <= s.QUEUE_SIZE * sampled:
-        share += 1
-    return share
 
 
 def _below(used: jax.Array, row: jax.Array, bound_used: jax.Array, bound_row: jax.Array):
@@ -163,10 +169,13 @@ def evict(
             lambda: Queue(*(x + 0 for x in queue)),
         )
         place, inside = _inside(config, queue)
+
+        def load_next():
+            row = load_rows(call, queue)
+            return load_window(call, clock, queue, row, load_keys(call, queue, row))
+
         row, epoch, used, key = lax.cond(
-            is_loaded != 0,
-            lambda: Window(*(x + 0 for x in window)),
-            lambda: load_window(call, clock, queue, load_rows(call, queue)),
+            is_loaded != 0, lambda: Window(*(x + 0 for x in window)), load_next
         )
         live = inside & (epoch == queue.epoch) & _below(used, row, queue.used, queue.row)
         may_go = live & ck.before((epoch, used), rules.horizon)
@@ -210,10 +219,10 @@ def _refill(call: ln.Call, clock: ck.Clock) -> Queue:
     Returns:
       The new queue; empty if there is no such row.
     """
-    config, state, scratch, size = call.config, call.state, call.scratch, s.QUEUE_SIZE
+    config, state, scratch = call.config, call.state, call.scratch
     sampled = _sampled(config)
     columns = _columns(config)
-    epoch = ages.oldest_epoch(call, clock, sampled)
+    epoch = ages.oldest_epoch(call, clock, columns)
     zero = epoch - epoch
     rows = zero + config.rows  # A select between two literals would lower to one of booleans.
     is_current = epoch == clock[0]
@@ -221,26 +230,43 @@ def _refill(call: ln.Call, clock: ck.Clock) -> Queue:
     last_used = jnp.where(is_current, clock[1], INT32_MAX)
     last_row = jnp.where(is_current, zero, rows)
 
+    def stratum_begin(i):
+        """i * rows / sampled, without leaving int32."""
+        return i * (config.rows // sampled) + i * (config.rows % sampled) // sampled
+
     def choose_bound(count):
         """A bound from the sample: of the whole pool, or of the rows collected last, if too many."""
         lane = ln.lane_ids(sampled)
-        too_many = count > size
-        row = ln.load(scratch, lane, too_many & (lane < size), 0)
-        # One row of each stratum of the pool, lane * rows / sampled without leaving int32, at a hashed
-        # place: rows of one age may stand at a regular distance, a layer's share of the pool.
-        stratum = config.rows // sampled
-        spread = lane * stratum + lane * (config.rows % sampled) // sampled
-        hashed = lax.shift_right_logical(lane * HASH, jnp.int32(16))
-        spread = spread + ((hashed * stratum) >> 16)
-        row = jnp.where(too_many, row, spread)
-        inside = jnp.where(too_many, lane < size, row < config.rows)
-        row_epoch = ages.load_epoch(call, clock, row, inside)
-        used = ln.load(state.row_used, row, inside, INT32_MAX)
-        counts = inside & (row_epoch == epoch) & _below(used, row, last_used, last_row)
-        # Of too many collected rows, half of what the queue holds.
-        of_collected = jnp.maximum(1, size * size // 2 // jnp.maximum(count, 1))
-        share = jnp.where(too_many, of_collected, _share(min(sampled, config.rows), config.rows))
-        return _quantile(used, row, counts, share, (last_used, last_row), rows)
+        again = count > COLLECTED
+
+        def load_sample():
+            collected = ln.load(scratch, lane, again & (lane < COLLECTED), 0)
+            # One row of each stratum of the pool, at a hashed place: rows of one age may stand at a
+            # regular distance, a layer's share of the pool.
+            hashed = lax.shift_right_logical(lane * HASH, jnp.int32(16))
+            spread = stratum_begin(lane) + ((hashed * (config.rows // sampled)) >> 16)
+            row = jnp.where(again, collected, spread)
+            inside = ~again | (lane < COLLECTED)
+            row_epoch = ages.load_epoch(call, clock, row, inside)
+            used = ln.load(state.row_used, row, inside, INT32_MAX)
+            counts = inside & (row_epoch == epoch) & _below(used, row, last_used, last_row)
+            return row, used, counts
+
+        def load_places(bound_used):
+            row, used, counts = load_sample()
+            # Strata are in the order of their rows, those collected are in none.
+            return jnp.where(counts & (used == bound_used), jnp.where(again, row, lane), INT32_MAX)
+
+        # Of the collected rows it must be less than all, so that the bound comes down.
+        of_collected = s.QUEUE_SIZE // 2 * min(COLLECTED, sampled) // jnp.maximum(count, 1)
+        of_pool = int(AIM * s.QUEUE_SIZE * sampled / config.rows)
+        share = jnp.maximum(1, jnp.where(again, of_collected, of_pool))
+        _, used, counts = load_sample()
+        bound_used, place, is_all = _quantile(
+            used, counts, load_places, jnp.where(again, rows, sampled), share
+        )
+        bound_row = jnp.where(again, place, stratum_begin(place))
+        return jnp.where(is_all, last_used, bound_used), jnp.where(is_all, last_row, bound_row)
 
     def mark(bound):
         """Marks the rows below the bound: bit b of word [group, column] for tile 32 * group + b."""
@@ -275,7 +301,7 @@ def _refill(call: ln.Call, clock: ck.Clock) -> Queue:
             group, bit = i * ahead // WORD_BITS, i * ahead % WORD_BITS
             word = jnp.where(bit == 0, 0, word) | (jnp.sum(marks, 0, jnp.int32) << bit)
             # Stored with each batch; the group's last one has all its marks.
-            ln.store(scratch, size + group * columns + column, word, column >= 0)
+            ln.store(scratch, COLLECTED + group * columns + column, word, column >= 0)
             return word, *following
 
         batches = -(-tiles // ahead)
@@ -283,14 +309,14 @@ def _refill(call: ln.Call, clock: ck.Clock) -> Queue:
             jnp.int32(0), jnp.int32(batches), look, (column - column, *load_batch(zero))
         )
 
-    def write_marked():
+    def collect():
         """Writes the marked rows to scratch, as many as fit; returns how many there are."""
         words = _mark_groups(config) * columns
         tile = min(WORDS, ln.next_power_of_two(words))
 
         def write_tile(i, found):
             at = i * tile + ln.lane_ids(tile)
-            word = ln.load(scratch, size + at, at < words, 0)
+            word = ln.load(scratch, COLLECTED + at, at < words, 0)
             first_tile, column = at // columns * WORD_BITS, at % columns
             ones = lax.population_count(word)
             place = found + lax.cumsum(ones) - ones
@@ -299,7 +325,7 @@ def _refill(call: ln.Call, clock: ck.Clock) -> Queue:
                 word, place = carry
                 bit = lax.population_count((word & -word) - 1)
                 row = (first_tile + bit) * columns + column
-                ln.store(scratch, place, row, (word != 0) & (place < size))
+                ln.store(scratch, place, row, (word != 0) & (place < COLLECTED))
                 return word & (word - 1), place + 1
 
             lax.fori_loop(jnp.int32(0), jnp.max(ones), write_lowest, (word, place))
@@ -310,43 +336,51 @@ def _refill(call: ln.Call, clock: ck.Clock) -> Queue:
     def attempt(carry):
         bound = choose_bound(carry[0])
         mark(bound)
-        # The marks are loaded below. choose_bound may have loaded rows from scratch, now stored to.
+        # The marks are loaded below. choose_bound may have loaded collected rows, now stored anew.
         call.barrier()
-        count = write_marked()
+        count = collect()
         # What was collected is loaded by the next attempt, or by the sort.
         call.barrier()
         return count, bound
 
     count, bound = lax.while_loop(
-        lambda carry: (carry[0] < 0) | (carry[0] > size),
+        lambda carry: (carry[0] < 0) | (carry[0] > COLLECTED),
         attempt,
         (zero - 1, (last_used, last_row)),
     )
     return _sort(call, zero, count, epoch, bound)
 
 
-def _quantile(used, row, counts, share, last, rows):
-    """A bound below which at least one and at most `share` rows of a sample lie, or all if so few.
+def _quantile(used, counts, load_places, end, share):
+    """A bound (used, place) below which at least one and at most `share` members of a sample lie.
 
-    First the word is bisected; where too many rows share it, as at the start, then the row.
+    First the word is bisected; where far too many members share it, as at the start, then the place.
+
+    Args:
+      used: each member's word.
+      counts: whether the member counts.
+      load_places: word -> each member's place if it counts and has that word, else INT32_MAX. Loaded when
+        needed, which is rare, the places take no registers until then.
+      end: no place is as large.
+      share: at least 1.
+
+    Returns:
+      The bound's two words, and whether no more than `share` members count at all.
     """
 
-    def below(bound_used, bound_row):
-        return jnp.sum(
-            (counts & _below(used, row, bound_used, bound_row)).astype(jnp.int32), dtype=jnp.int32
-        )
+    def number(which):
+        return jnp.sum(which.astype(jnp.int32), dtype=jnp.int32)
 
     def enough(found):
         return found * 4 >= share * 3
 
     def bisect(count_below, low, high, found):
-        """The largest bound in [low, high] with at most `share` rows below, or a smaller one with
-        enough of them; `found` lie below `low`."""
+        """The largest bound in [low, high] with at most `share` members below, or a smaller one with
+        enough of them, and how many that is; `found` lie below `low`."""
 
         def halve(carry):
             low, high, found = carry
-            gap = high - low
-            middle = low + (gap >> 1) + (gap & 1)
+            middle = (low | high) - ((low ^ high) >> 1)  # Rounded up. The sum might overflow.
             new = count_below(middle)
             fits = new <= share
             low = jnp.where(fits, middle, low)
@@ -354,32 +388,35 @@ def _quantile(used, row, counts, share, last, rows):
             high = jnp.where(fits, high, middle - 1)
             return low, high, found
 
-        return lax.while_loop(
+        low, _, found = lax.while_loop(
             lambda carry: (carry[0] < carry[1]) & ~enough(carry[2]), halve, (low, high, found)
         )
+        return low, found
 
     zero = share - share
-    total = jnp.sum(counts.astype(jnp.int32), dtype=jnp.int32)
-    least = jnp.min(jnp.where(counts, used, INT32_MAX))
-    most = jnp.max(jnp.where(counts, used, 0))
-    is_few = total <= share
-    bound_used, _, found = bisect(
-        lambda middle: below(middle, 0), jnp.where(is_few, most, least), most, zero
-    )
-    bound_row, _, _ = bisect(
-        lambda middle: below(bound_used, middle), zero, jnp.where(is_few, zero, rows), found
-    )
-    return jnp.where(is_few, last[0], bound_used), jnp.where(is_few, last[1], bound_row)
+    is_all = number(counts) <= share
+    most = jnp.max(jnp.where(counts, used, -INT32_MAX - 1))
+    used = jnp.where(counts, used, INT32_MAX)  # Below no bound.
+    least = jnp.where(is_all, most, jnp.min(used))
+    bound_used, found = bisect(lambda middle: number(used < middle), least, most, zero)
+
+    def bisect_places():
+        place = load_places(bound_used)
+        return bisect(lambda middle: found + number(place < middle), zero, end, found)[0]
+
+    # Ties make marking slow: some fewer rows are better.
+    bound_place = lax.cond(is_all | (found * 4 >= share), lambda: zero + 0, bisect_places)
+    return bound_used, bound_place, is_all
 
 
 def _sort(call: ln.Call, zero, count, epoch, bound) -> Queue:
     """Writes the first `count` rows of scratch to the queue, ordered by (word, row).
 
-    A row's sort key is its word, less the least one, above its row. What does not fit in int32 stays
-    out of the queue, and the bound comes down to it.
+    A row's sort key is its word, less the least one, above its row. What does not fit in int32 or in the
+    queue stays out of it, and the bound comes down to it.
     """
-    config, state, scratch, size = call.config, call.state, call.scratch, s.QUEUE_SIZE
-    place = ln.lane_ids(size)
+    config, state, scratch = call.config, call.state, call.scratch
+    place = ln.lane_ids(COLLECTED)
     inside = place < count
     row = ln.load(scratch, place, inside, 0)
     used = ln.load(state.row_used, row, inside, INT32_MAX)
@@ -390,19 +427,34 @@ def _sort(call: ln.Call, zero, count, epoch, bound) -> Queue:
     lower = bound[0] - least >= span
     bound = (jnp.where(lower, least + span, bound[0]), jnp.where(lower, zero, bound[1]))
     key = jnp.where(fits, ((used - least) << row_bits) | row, INT32_MAX)
-    ln.store(scratch, size + place, key, place >= 0)
+    ln.store(scratch, COLLECTED + place, key, place >= 0)
+    fitting = jnp.sum(fits.astype(jnp.int32), dtype=jnp.int32)
     # The keys are loaded by all warps.
     call.barrier()
 
-    def compare(i, rank):
-        other = plgpu.load(scratch.at[size + i * SORT_TILE + ln.lane_ids(SORT_TILE)])
-        # Neither key is negative: the sign of the difference is the comparison.
-        before = lax.shift_right_logical(other[:, None] - key[None, :], jnp.int32(31))
-        return rank + jnp.sum(before, 0, jnp.int32)
+    def sort_some(i, left_out):
+        """Puts some of the rows where they belong; returns the key of the first that is left out."""
+        key = plgpu.load(scratch.at[COLLECTED + i * SORT_LANES + ln.lane_ids(SORT_LANES)])
 
-    rounds = (count + (SORT_TILE - 1)) // SORT_TILE
-    rank = lax.fori_loop(jnp.int32(0), rounds, compare, jnp.zeros(size, jnp.int32))
-    ln.store(state.queue, s.QUEUE_ROWS + rank, row, fits)
+        def compare(j, rank):
+            other = plgpu.load(scratch.at[COLLECTED + j * SORT_TILE + ln.lane_ids(SORT_TILE)])
+            # Neither key is negative: the sign of the difference is the comparison.
+            before = lax.shift_right_logical(other[:, None] - key[None, :], jnp.int32(31))
+            return rank + jnp.sum(before, 0, jnp.int32)
+
+        rounds = (count + (SORT_TILE - 1)) // SORT_TILE
+        rank = lax.fori_loop(jnp.int32(0), rounds, compare, jnp.zeros(SORT_LANES, jnp.int32))
+        row = key & ((1 << row_bits) - 1)
+        ln.store(state.queue, s.QUEUE_ROWS + rank, row, rank < jnp.minimum(fitting, s.QUEUE_SIZE))
+        return left_out + jnp.sum(jnp.where(rank == s.QUEUE_SIZE, key, 0), dtype=jnp.int32)
+
+    pieces = (count + (SORT_LANES - 1)) // SORT_LANES
+    left_out = lax.fori_loop(jnp.int32(0), pieces, sort_some, zero)
+    full = fitting > s.QUEUE_SIZE
+    bound = (
+        jnp.where(full, least + (left_out >> row_bits), bound[0]),
+        jnp.where(full, left_out & ((1 << row_bits) - 1), bound[1]),
+    )
     # The sorted rows are loaded by all warps.
     call.barrier()
-    return Queue(zero, jnp.sum(fits.astype(jnp.int32), dtype=jnp.int32), epoch, *bound)
+    return Queue(zero, jnp.minimum(fitting, s.QUEUE_SIZE), epoch, *bound)
