@@ -22,6 +22,7 @@ from tests.support import EDGE, KERNELS, aged, assert_same
 STEPS = int(os.environ.get("POOL_LONG_RUN_STEPS", "100000"))  # of each kernel, all pools together
 POOLS = 64
 TURNS = 128  # steps of each pool in one call of the device
+IN_TURNS = "all in turns"  # The kernels on one state, in no order.
 TABLES = ("key_row", "row_key", "row_used", "row_epoch", "miss_count", "scalars")
 
 # A geometry, and whether its calls have weights.
@@ -45,7 +46,13 @@ def fields(plan, state):
 def comparison(config, kernel):
     """(kernel's states, reference's states, layers, ids, weights) -> both states and, of each step
     and pool, unequal entries by field, promotions and staged experts."""
-    step = functools.partial(pp.step, config, kernel=kernel)
+    steps = [functools.partial(pp.step, config, kernel=name) for name in KERNELS]
+
+    def step(state, layer, ids, weights):
+        if kernel != IN_TURNS:
+            return pp.step(config, state, layer, ids, weights, kernel=kernel)
+        return lax.switch(jnp.sum(ids) % len(steps), steps, state, layer, ids, weights)
+
     together = jax.vmap(functools.partial(reference.step, config))
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
@@ -138,13 +145,13 @@ def long_run(kernel, config, with_weights, steps, pools, turns):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("geometry", GEOMETRIES)
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", [*KERNELS, IN_TURNS])
 def test_long_run(kernel, geometry):
     config, with_weights = GEOMETRIES[geometry]
     long_run(kernel, config, with_weights, STEPS // len(GEOMETRIES), POOLS, TURNS)
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", [*KERNELS, IN_TURNS])
 def test_the_same_run_made_short(kernel):
     """On any device, so that the long run is known to work, and to find what differs."""
     config, with_weights = GEOMETRIES["uneven"]

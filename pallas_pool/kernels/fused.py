@@ -38,12 +38,6 @@ def plan_step(call: ln.Call) -> None:
     hit = lanes.valid & (row >= 0) & (row < config.rows)
     missed = lanes.valid & ~hit
     missed_lanes = jnp.sum(missed.astype(jnp.int32), dtype=jnp.int32)
-    # Loaded before they are needed, so that the barrier and the ranking hide their latency.
-    head_keys = lax.cond(
-        missed_lanes != 0,
-        lambda: victims.load_keys(call, queue, head_rows),
-        lambda: head_rows + 0,
-    )
     ln.store(state.row_used, row, clock[1], hit & gate_open)
     ln.store(state.row_epoch, row, clock[0], hit & gate_open & (clock[0] > 0))
     ln.store(plan.safe_ids, lane, lanes.safe_ids, everywhere)
@@ -63,7 +57,9 @@ def plan_step(call: ln.Call) -> None:
 
     @pl.when(missed_lanes != 0)
     def _():
-        window = victims.load_window(call, clock, queue, head_rows, head_keys)
+        # Loaded before they are needed, so that the ranking hides their latency.
+        span = victims.first_span(config, queue, missed_lanes)
+        window = victims.load_window(call, clock, queue, head_rows, span)
         _place_misses(call, lanes, controls, queue, window, row, missed, misses, missed_lanes)
 
 

@@ -50,8 +50,10 @@ TILES_AHEAD_TIES = 1  # Where rows are judged by more than their word, which tak
 # Tiles that share a word of marks, and words that are looked at together.
 WORD_BITS = 32
 WORDS = 2048
-# Queue entries that are looked at together, where the step has fewer lanes.
+# Queue entries that are looked at together, where the step has fewer lanes; and how many more than its
+# lanes may need a step looks at first: an entry more is a load more.
 MIN_WINDOW = 32
+SPARE = 15
 # Rows that can be collected and sorted, so many at a time; and of others that a round compares them with.
 COLLECTED = 2 * s.QUEUE_SIZE
 SORT_LANES = 512
@@ -59,57 +61,69 @@ SORT_TILE = 16
 
 
 class Queue(NamedTuple):
-    """The queue's scalars: live entries lie in [head, tail); the bound of those that count as live."""
+    """The queue's scalars: live entries lie in [head, tail); the bound of those that count as live; and a
+    mere hint, how many entries the last eviction passed over, used since."""
 
     head: jax.Array
     tail: jax.Array
     epoch: jax.Array
     used: jax.Array
     row: jax.Array
+    passed: jax.Array
 
 
 def read_queue(state: PoolState) -> Queue:
-    return Queue(*(state.queue[i] for i in range(s.QUEUE_HEAD, s.QUEUE_ROW + 1)))
+    return Queue(*(state.queue[i] for i in range(s.QUEUE_HEAD, s.QUEUE_PASSED + 1)))
 
 
 class Window(NamedTuple):
-    """The entries at the head of the queue, as many as are looked at together. Vectors."""
+    """The entries at the head of the queue that are looked at together: `span` of them. Vectors."""
 
+    span: jax.Array
     row: jax.Array
     epoch: jax.Array
     used: jax.Array
     key: jax.Array
 
 
-def _inside(config: PoolConfig, queue: Queue) -> tuple[jax.Array, jax.Array]:
-    """Each place of the window, and whether the queue has so many entries."""
-    place = ln.lane_ids(max(config.width, MIN_WINDOW))
-    return place, queue.head + place < queue.tail
+def _widest(config: PoolConfig) -> int:
+    """Entries of the widest window."""
+    return max(config.width, MIN_WINDOW)
+
+
+def _inside(config: PoolConfig, queue: Queue, span) -> tuple[jax.Array, jax.Array]:
+    """Each place of the widest window, and whether it is one of the first `span`, and the queue's."""
+    place = ln.lane_ids(_widest(config))
+    return place, (place < span) & (queue.head + place < queue.tail)
 
 
 def load_rows(call: ln.Call, queue: Queue) -> jax.Array:
-    """Loads the rows of the window."""
-    place, inside = _inside(call.config, queue)
+    """Loads the rows of the widest window."""
+    widest = _widest(call.config)
+    place, inside = _inside(call.config, queue, widest)
     return ln.load(call.state.queue, s.QUEUE_ROWS + queue.head + place, inside, 0)
 
 
-def load_keys(call: ln.Call, queue: Queue, row: jax.Array) -> jax.Array:
-    """Loads the keys of the rows from `load_rows`. Hits do not change them."""
-    _, inside = _inside(call.config, queue)
-    return ln.load(call.state.row_key, row, inside, -1)
+def first_span(config: PoolConfig, queue: Queue, missed_lanes: jax.Array) -> jax.Array:
+    """Entries that a step with so many missed lanes looks at first: as many again as it may need, if as
+    many were used since as the last time."""
+    widest = _widest(config)
+    passed = queue.passed & (2 * widest - 1)  # Whatever the hint is, it does no harm.
+    return jnp.minimum(2 * (missed_lanes + passed) + SPARE, widest)
 
 
 def load_window(
-    call: ln.Call, clock: ck.Clock, queue: Queue, row: jax.Array, key: jax.Array
+    call: ln.Call, clock: ck.Clock, queue: Queue, row: jax.Array, span: jax.Array
 ) -> Window:
-    """Loads what else a step must know of the rows from `load_rows`. A barrier must stand between the
-    stamps of the hits and this."""
-    _, inside = _inside(call.config, queue)
+    """Loads what a step must know of the first `span` rows from `load_rows`. A barrier must stand between
+    the stamps of the hits and this."""
+    _, inside = _inside(call.config, queue, span)
     return Window(
+        span=span,
         row=row,
         epoch=ages.load_epoch(call, clock, row, inside),
         used=ln.load(call.state.row_used, row, inside, 0),
-        key=key,
+        key=ln.load(call.state.row_key, row, inside, -1),
     )
 
 
@@ -168,22 +182,19 @@ def evict(
             lambda: _refill(call, clock),
             lambda: Queue(*(x + 0 for x in queue)),
         )
-        place, inside = _inside(config, queue)
-
-        def load_next():
-            row = load_rows(call, queue)
-            return load_window(call, clock, queue, row, load_keys(call, queue, row))
-
-        row, epoch, used, key = lax.cond(
-            is_loaded != 0, lambda: Window(*(x + 0 for x in window)), load_next
+        span, row, epoch, used, key = lax.cond(
+            is_loaded != 0,
+            lambda: Window(*(x + 0 for x in window)),
+            lambda: load_window(call, clock, queue, load_rows(call, queue), zero + _widest(config)),
         )
+        place, inside = _inside(config, queue, span)
         live = inside & (epoch == queue.epoch) & _below(used, row, queue.used, queue.row)
         may_go = live & ck.before((epoch, used), rules.horizon)
         count = may_go.astype(jnp.int32)
         rank = lax.cumsum(count) - count
         take = may_go & (rank < need - taken)
         # The head moves to the first live entry that stays, past what is taken or was used since.
-        stays = jnp.min(jnp.where(live & ~take, place, place.shape[0]))
+        stays = jnp.minimum(jnp.min(jnp.where(live & ~take, place, _widest(config))), span)
         some = jnp.minimum(jnp.sum(count, dtype=jnp.int32), need - taken)
         # row_used, row_epoch and row_key were loaded above, by all warps; now they may be stored.
         call.barrier()
@@ -200,15 +211,18 @@ def evict(
         taken = taken + some
         empty = queue.head == queue.tail
         # A live entry that stays though more are needed is too young, and so are all behind it.
-        more = (taken < need) & ~empty & (stays == place.shape[0])
+        more = (taken < need) & ~empty & (stays == span)
         head = jnp.minimum(queue.head + stays, queue.tail)
-        return taken, more, zero, queue._replace(head=head)
+        passed = queue.passed + (head - queue.head - some)
+        return taken, more, zero, queue._replace(head=head, passed=passed)
 
     zero = need - need
     taken, _, _, queue_after = lax.while_loop(
-        lambda carry: carry[1], take_some, (zero, need > 0, zero + 1, queue)
+        lambda carry: carry[1],
+        take_some,
+        (zero, need > 0, zero + 1, queue._replace(passed=zero)),
     )
-    for i, value in zip(range(s.QUEUE_HEAD, s.QUEUE_ROW + 1), queue_after, strict=True):
+    for i, value in zip(range(s.QUEUE_HEAD, s.QUEUE_PASSED + 1), queue_after, strict=True):
         state.queue[i] = value
     return taken
 
@@ -457,4 +471,4 @@ def _sort(call: ln.Call, zero, count, epoch, bound) -> Queue:
     )
     # The sorted rows are loaded by all warps.
     call.barrier()
-    return Queue(zero, jnp.minimum(fitting, s.QUEUE_SIZE), epoch, *bound)
+    return Queue(zero, jnp.minimum(fitting, s.QUEUE_SIZE), epoch, *bound, zero)
