@@ -493,7 +493,9 @@ def _compare(
 def run_job(part: str, shape: Shape, wanted: Options, folder: Path, argv: Sequence[str]) -> None:
     """One part of one shape, in a folder of its own."""
     folder.mkdir(parents=True, exist_ok=True)
-    described = manifest(argv, wanted._asdict())
+    # Where the traces lie is left out; the records name the trace.
+    used = {name: value for name, value in wanted._asdict().items() if name != "traces"}
+    described = manifest(argv, used)
     described["environment"] = {
         name: value for name, value in os.environ.items() if name.startswith(("XLA_", "JAX_"))
     }
@@ -531,7 +533,8 @@ def main(argv: Sequence[str]) -> None:
     now = datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M%S")
     folder = Path(flags.FLAGS.out) if flags.FLAGS.out else ROOT / "bench" / "out" / now
     given = [flags.FLAGS[name] for name in Options._fields]
-    argv = ["bench/decode.py", *(flag.serialize() for flag in given if flag.present)]
+    named = [flag for flag in given if flag.present and flag.name != "traces"]
+    argv = ["bench/decode.py", *(flag.serialize() for flag in named)]
     jobs = [(part, shape) for shape in wanted.shapes for part in wanted.parts]
     if _has_gpu() and len(jobs) > 1:
         own = ("parts", "shapes", "limit_s")

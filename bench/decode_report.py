@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 if not __package__:  # Run as a script: import the checkout that it stands in, installed or not.
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from bench import table
+
 Record = dict[str, Any]
 Key = tuple[str, int, float]  # Variant, sequences, budget.
 
@@ -424,13 +426,6 @@ def decode_text(run: Run) -> tuple[str, list[Bar]]:
     return "\n\n".join(parts), [*split_bars, *ratio_bars]
 
 
-def _ran_on(manifest: Record) -> str:
-    packages = ", ".join(f"{name} {version}" for name, version in manifest["packages"].items())
-    command = " ".join(["python", *manifest["argv"]])
-    machine = f"{manifest['device']}, driver {manifest['driver']}, {packages}"
-    return f"`{command}` on {machine}; {manifest['time']}."
-
-
 def text(folder: Path) -> str:
     """Everything that a folder has to say, in Markdown."""
     sections = []
@@ -445,7 +440,7 @@ def text(folder: Path) -> str:
         left = [f"- left out: {record['what']}: {record['why']}" for record in run.of("left_out")]
         promises = [f"- {bar}" for bar in bars]
         lists = ["\n".join(each) for each in (promises, left) if each]
-        sections.append("\n\n".join([head, body, *lists, _ran_on(run.manifest)]))
+        sections.append("\n\n".join([head, body, *lists, table.ran_on(run.manifest)]))
     return "\n\n".join(sections) or f"No records in {folder}."
 
 
@@ -470,7 +465,9 @@ def plot_speed(runs: Sequence[Run]) -> Any:
             budgets = [budget for budget, _ in own]
             bounds = [quartiles([batch / each for each in speed.samples]) for _, speed in own]
             low, middle, high = zip(*bounds, strict=True)
-            axes.plot(budgets, middle, "-o", color=color, markersize=4, label=variant)
+            # The loop planner's line often covers the pool's.
+            style = ":" if variant == "loop" else "-"
+            axes.plot(budgets, middle, style, marker="o", color=color, markersize=4, label=variant)
             axes.fill_between(budgets, low, high, color=color, alpha=0.15, linewidth=0)
         axes.set_title(f"{run.setup['shape']['name']}, batch {batch}", fontsize=10)
         axes.set_xlabel("experts with a pool row, %")

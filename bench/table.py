@@ -1,7 +1,8 @@
-"""Tables of a run's timing: for the terminal, and for the README, between its two markers.
+"""Tables of a run's timing: for the terminal, and for a page of the documentation, between its two markers.
 
-`python bench/table.py bench/results/NAME` writes the README's; with `--page=PAGE` another page's. Folders
-that bench/sweep.py and bench/peers.py have written may follow, or stand alone, and add a table of their own.
+`python bench/table.py bench/results/NAME` writes those of docs/results.md; with `--page=PAGE` another page's.
+Folders that bench/sweep.py and bench/peers.py have written may follow, or stand alone, and add a table of
+their own.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from absl import app, flags
 
 BASELINE = "loop"
 Cell = tuple[str, int, int, int, str]  # The first fields of a SweepRow.
-README = Path(__file__).resolve().parents[1] / "README.md"
+RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results.md"
 MARKERS = ("<!-- results:start -->", "<!-- results:end -->")
 
 
@@ -203,8 +204,8 @@ def _markdown(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in (header, rule, *lines))
 
 
-def readme_section(rows: Sequence[Row], notes: Sequence[str], manifest: dict[str, Any]) -> str:
-    """The README's results: a column for each implementation, and what they were measured on."""
+def run_section(rows: Sequence[Row], notes: Sequence[str], manifest: dict[str, Any]) -> str:
+    """The tables of a run: a column for each implementation, and what they were measured on."""
     names = list(dict.fromkeys(row.implementation for row in rows))
     cells = {(row.width, row.case, row.implementation): row for row in rows}
     cases = list(dict.fromkeys((row.width, row.case) for row in rows))
@@ -238,7 +239,7 @@ def readme_section(rows: Sequence[Row], notes: Sequence[str], manifest: dict[str
             table(kernel, kernels),
         ]
     parts += [" ".join(notes)] if notes else []
-    parts.append(_ran_on(manifest))
+    parts.append(ran_on(manifest))
     return "\n\n".join(parts)
 
 
@@ -262,7 +263,7 @@ def sweep_terminal_table(rows: Iterable[SweepRow]) -> str:
 
 
 def sweep_section(records: Sequence[dict[str, Any]]) -> str:
-    """The README's tables of the sweeps: a column for each implementation."""
+    """The tables of the sweeps: a column for each implementation."""
     rows = summarize_sweep(records)
     names = list(dict.fromkeys(row.implementation for row in rows))
     cells = {row[:5]: row for row in rows}
@@ -294,7 +295,7 @@ def sweep_section(records: Sequence[dict[str, Any]]) -> str:
     return "\n\n".join(parts)
 
 
-def _ran_on(manifest: dict[str, Any]) -> str:
+def ran_on(manifest: dict[str, Any]) -> str:
     """The command, the machine and the sources of a run, as a sentence."""
     packages = ", ".join(f"{name} {version}" for name, version in manifest["packages"].items())
     command = " ".join(["python", *manifest["argv"]])
@@ -348,16 +349,16 @@ def main(argv: Sequence[str]) -> None:
     parts = []
     if runs:
         records = merge_runs(runs)
-        parts.append(readme_section(summarize(records), graph_notes(records), first))
+        parts.append(run_section(summarize(records), graph_notes(records), first))
     else:
         others = [first, *others]
     if sweeps:
         parts.append(sweep_section(read_sweeps(sweeps)))
-    section = "\n\n".join([*parts, *map(_ran_on, others)])
-    page = Path(flags.FLAGS.page) if flags.FLAGS.page else README
+    section = "\n\n".join([*parts, *map(ran_on, others)])
+    page = Path(flags.FLAGS.page) if flags.FLAGS.page else RESULTS
     page.write_text(replace_section(page.read_text(), section))
 
 
 if __name__ == "__main__":
-    flags.DEFINE_string("page", None, "page whose marked section is written; the README by default")
+    flags.DEFINE_string("page", None, "page whose marked section is written; docs/results.md by default")
     app.run(main)

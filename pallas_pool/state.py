@@ -72,9 +72,10 @@ class PoolState:
       scalars: [16] clock, forwards, controls, error and the number of layers, at the indices named in this
         module.
       queue: [8+512] the next victims, for the fused kernel alone, which fills it from the tables when
-        it is empty: head, tail, the bound (epoch, used, row), and from index 8 on pool rows. All pool
-        rows that were used before the bound (the lower row first, where the clock ties) stand in
-        [head, tail), oldest first; any other row there was used since, and is passed over.
+        it is empty: head, tail, the bound (epoch, used, row), a hint of how many entries the last eviction
+        passed over, and from index 8 on pool rows. All pool rows that were used before the bound (the
+        lower row first, where the clock ties) stand in [head, tail), oldest first; any other row there
+        was used since, and is passed over.
     """
 
     key_row: jax.Array

@@ -161,7 +161,7 @@ def test_doubles_count_as_what_jax_makes_of_them():
         with jax.enable_x64(on):
             pinned = pp.pin(experts)
             assert pp.expert_bytes(experts) == pp.expert_bytes(pinned) == (32 if on else 16)
-            assert pp.init_bank(CONFIG, experts)["a"].dtype == pinned["a"].dtype
+            assert pp.init_bank(CONFIG, pinned)["a"].dtype == pinned["a"].dtype
 
 
 def test_pin_returns_the_same_pytree_of_jax_arrays():

@@ -231,7 +231,8 @@ def _write(folder, part, records):
     own = folder / f"{part}-m"
     own.mkdir()
     manifest = {"argv": ["bench/decode.py"], "device": "a GPU", "driver": "1", "packages": {"jax": "0"}}
-    (own / "manifest.json").write_text(json.dumps(manifest | {"time": "today"}))
+    manifest |= {"python": "3", "git": {"commit": "abc", "dirty": False}, "time": "today"}
+    (own / "manifest.json").write_text(json.dumps(manifest))
     shape = {"name": "m", "layers": 2, "experts": 10}
     setup = {
         "kind": "setup",
@@ -315,7 +316,7 @@ def test_the_report_of_decoding(tmp_path):
     # 180 us against 120 us could be had.
     assert "| 2 | 25 | steady | 1.60 | 4.00 | 0.40 | 0.38 |" in text
     assert "- left out: offload: device memory" in text
-    assert "`python bench/decode.py` on a GPU, driver 1, jax 0; today." in text
+    assert "`python bench/decode.py` on a GPU, driver 1, Python 3, jax 0; commit abc; today." in text
 
 
 def test_host_memory_is_asked_for(monkeypatch):

@@ -127,7 +127,7 @@ def test_tables(tmp_path):
     assert "masked" in table.terminal_table([loop, masked])
     notes = table.graph_notes(records)
     assert notes[0] == "Not one command buffer, but 2 kWhile a call: loop at 4 lanes, masked at 4 lanes."
-    section = table.readme_section([loop, masked], notes, MANIFEST)
+    section = table.run_section([loop, masked], notes, MANIFEST)
     assert "| 4 | `all_hit` | 4.00 (3.00-5.00) | 2.00 (1.50-2.50), 0.50x |" in section
     assert "| 4 | `all_hit` | 2.00 / 3.00 / 6.00 |" in section
     assert "`python bench/run.py --replays=7` on a GPU, driver 1.2" in section

@@ -471,4 +471,5 @@ def _sort(call: ln.Call, zero, count, epoch, bound) -> Queue:
     )
     # The sorted rows are loaded by all warps.
     call.barrier()
-    return Queue(zero, jnp.minimum(fitting, s.QUEUE_SIZE), epoch, *bound, zero)
+    tail = jnp.minimum(fitting, s.QUEUE_SIZE)
+    return Queue(zero, tail, epoch, used=bound[0], row=bound[1], passed=zero)
