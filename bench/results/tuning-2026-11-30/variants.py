@@ -10,6 +10,7 @@ end = rest.index("--")
 sys.path.insert(0, checkout)
 
 from absl import app
+
 from bench import sweep
 from pallas_pool.kernels import victims
 
