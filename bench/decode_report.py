@@ -108,13 +108,6 @@ def read(folder: Path) -> list[Run]:
     return runs
 
 
-def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    if len(values) == 1:
-        return (values[0],) * 3
-    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
-    return low, middle, high
-
-
 def markdown(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     rule = ["---:"] * len(header)
     return "\n".join("| " + " | ".join(line) + " |" for line in (header, rule, *lines))
@@ -158,7 +151,7 @@ def micro_text(run: Run) -> tuple[str, list[Bar]]:
     for key, records in walls.items():
         case, batch, lanes, rows, routing = key
         layers = run.setup["shape"]["layers"]
-        low, wall, high = quartiles([1e6 * r["seconds"] / r["launches"] for r in records])
+        low, wall, high = table.quartiles([1e6 * r["seconds"] / r["launches"] for r in records])
         moved = one[key]["bytes"] / one[key]["launches"]  # A layer.
         profile = profiles.get(key)
         kernel = sum(profile["microseconds"]) / layers if profile else None
@@ -312,7 +305,7 @@ def _speed_table(run: Run) -> str:
     lines = []
     for key in sorted(known, key=_order):
         (variant, batch, budget), speed = key, known[key]
-        low, middle, high = quartiles([batch / each for each in speed.samples])
+        low, middle, high = table.quartiles([batch / each for each in speed.samples])
         resident = known.get(("resident", batch, 100.0))
         share = batch / speed.steady / (batch / resident.steady) if resident else None
         moved = f"{speed.copied[0] * size / 1e9:.3f}" if speed.hit_rate is not None else "-"
@@ -463,7 +456,7 @@ def plot_speed(runs: Sequence[Run]) -> Any:
                 axes.axhline(batch / own[0][1].steady, color=color, linestyle="--", label=variant)
                 continue
             budgets = [budget for budget, _ in own]
-            bounds = [quartiles([batch / each for each in speed.samples]) for _, speed in own]
+            bounds = [table.quartiles([batch / each for each in speed.samples]) for _, speed in own]
             low, middle, high = zip(*bounds, strict=True)
             # The loop planner's line often covers the pool's.
             style = ":" if variant == "loop" else "-"

@@ -107,7 +107,7 @@ def summarize_sweep(records: Iterable[dict[str, Any]]) -> list[SweepRow]:
     return [
         SweepRow(
             *key,
-            _quartiles(replays[key]) if key in replays else None,
+            quartiles(replays[key]) if key in replays else None,
             _durations(kernels[key]) if key in kernels else None,
         )
         for key in dict.fromkeys([*replays, *kernels])
@@ -141,7 +141,7 @@ def summarize(records: Iterable[dict[str, Any]]) -> list[Row]:
                 width,
                 case,
                 name,
-                _quartiles(times),
+                quartiles(times),
                 medians[key] / baseline if baseline else None,
                 (statistics.median(own), statistics.fmean(own), max(own)) if own else None,
             )
@@ -168,7 +168,7 @@ def graph_notes(records: Iterable[dict[str, Any]]) -> list[str]:
     return notes
 
 
-def _quartiles(times: Sequence[float]) -> tuple[float, float, float]:
+def quartiles(times: Sequence[float]) -> tuple[float, float, float]:
     if len(times) == 1:
         return (times[0],) * 3
     low, middle, high = statistics.quantiles(times, n=4, method="inclusive")
