@@ -1,5 +1,7 @@
 """Large geometry: many lanes, pools of many rows in every order of age, and the largest bank."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -89,6 +91,62 @@ def test_a_bound_that_lets_through_more(order, aim, monkeypatch):
     pp.check_state(pool, after)
     if aim < 2:
         assert after.queue[fields.QUEUE_TAIL] == fields.QUEUE_SIZE
+
+
+def test_the_last_row_and_the_largest_sort_key_left_out():
+    """513 rows lie below the bound, and the last of them has the key that stands for none."""
+    rows = 4096
+    pool = pp.PoolConfig(4, 2064, rows // 4, 32, 32)
+    span = 2 ** (31 - 12)
+    clock = 2 * span + 10
+    sampled, unsampled = np.flatnonzero(in_sample(pool)), np.flatnonzero(~in_sample(pool))
+    seen = int(victims.AIM * fields.QUEUE_SIZE * len(sampled) / rows) * 4 // 5
+    oldest = np.concatenate([sampled[:seen], unsampled[: fields.QUEUE_SIZE - seen]])
+    row_used = np.full(rows, clock)
+    row_used[oldest] = np.arange(len(oldest))
+    row_used[-1] = span - 1
+    assert rows - 1 not in oldest
+    state, oracle = aged(pool, clock, clock // 4, row_used)
+    layers, ids = np.zeros(2, np.int32), np.array([range(1024, 1056), range(1056, 1088)], np.int32)
+    got, after = run_steps("fused", pool, state, layers, ids)
+    assert_same_steps(got, run_oracle(oracle, layers, ids), "fused")
+    pp.check_state(pool, after)
+
+
+def in_sample(config):
+    """Which rows a refill samples."""
+    sampled = victims._sampled(config)
+    assert config.rows % sampled == 0
+    stratum = config.rows // sampled
+    hashed = (np.arange(sampled) * victims.HASH % 2**32) >> 16
+    found = np.zeros(config.rows, bool)
+    found[np.arange(sampled) * stratum + (hashed * stratum >> 16)] = True
+    return found
+
+
+LEAST, MOST = -(2**31), 2**31 - 1
+CORRUPT = {
+    "all the least": lambda row: np.full(len(row), LEAST),
+    "the least and a clock": lambda row: np.where(row % 2 == 0, LEAST, 10**6 - row % 999),
+    "too far apart": lambda row: np.where(row % 2 == 0, -(2**30), MOST),
+    "any": lambda row: np.random.default_rng(3).integers(LEAST, MOST, len(row)),
+}
+
+
+@pytest.mark.parametrize("rows", [40, 1300])
+@pytest.mark.parametrize("words", CORRUPT)
+def test_a_corrupt_table_of_ages_ends_a_step(words, rows):
+    """No plan of it is right, but none may hang the device."""
+    pool = pp.PoolConfig(2, rows, rows // 2, 32, 32)
+    for epoch in (0, 3):
+        state, _ = aged(pool, epoch * EDGE + 10**6, 1000, np.full(rows, 10**6))
+        corrupt = jnp.asarray(CORRUPT[words](np.arange(rows)), jnp.int32)
+        step = one_step("fused", pool)
+        state = dataclasses.replace(state, row_used=corrupt)
+        for first in (rows // 2, rows // 2 + 8):
+            ids = jnp.arange(first, first + 32, dtype=jnp.int32) % rows
+            plan, state = step(state, jnp.int32(0), ids)
+            assert 0 <= plan.promoted_count <= 32
 
 
 LARGEST = pp.PoolConfig(128, 1024, 513, 32, 32)

@@ -175,15 +175,15 @@ def evict(
     need = jnp.minimum(wanted, rules.limit)
 
     def take_some(carry):
-        taken, _, is_loaded, queue = carry
-        is_loaded = is_loaded * (queue.head < queue.tail).astype(jnp.int32)
+        taken, _, is_first, queue = carry
+        was_empty = queue.head == queue.tail
         queue = lax.cond(
-            queue.head == queue.tail,
+            was_empty,
             lambda: _refill(call, clock),
             lambda: Queue(*(x + 0 for x in queue)),
         )
         span, row, epoch, used, key = lax.cond(
-            is_loaded != 0,
+            (is_first != 0) & ~was_empty,
             lambda: Window(*(x + 0 for x in window)),
             lambda: load_window(call, clock, queue, load_rows(call, queue), zero + _widest(config)),
         )
@@ -210,17 +210,16 @@ def evict(
         call.barrier()
         taken = taken + some
         empty = queue.head == queue.tail
-        # A live entry that stays though more are needed is too young, and so are all behind it.
-        more = (taken < need) & ~empty & (stays == span)
+        # A live entry that stays though more are needed is too young, and so are all behind it. Where
+        # not even a refill gave one that may go, there is none, or the tables are corrupt.
+        more = (taken < need) & ~empty & (stays == span) & (~was_empty | (some > 0))
         head = jnp.minimum(queue.head + stays, queue.tail)
-        passed = queue.passed + (head - queue.head - some)
+        passed = jnp.where(is_first != 0, 0, queue.passed) + (head - queue.head - some)
         return taken, more, zero, queue._replace(head=head, passed=passed)
 
     zero = need - need
     taken, _, _, queue_after = lax.while_loop(
-        lambda carry: carry[1],
-        take_some,
-        (zero, need > 0, zero + 1, queue._replace(passed=zero)),
+        lambda carry: carry[1], take_some, (zero, need > 0, zero + 1, queue)
     )
     for i, value in zip(range(s.QUEUE_HEAD, s.QUEUE_PASSED + 1), queue_after, strict=True):
         state.queue[i] = value
@@ -258,7 +257,8 @@ def _refill(call: ln.Call, clock: ck.Clock) -> Queue:
             # One row of each stratum of the pool, at a hashed place: rows of one age may stand at a
             # regular distance, a layer's share of the pool.
             hashed = lax.shift_right_logical(lane * HASH, jnp.int32(16))
-            spread = stratum_begin(lane) + ((hashed * (config.rows // sampled)) >> 16)
+            stratum = min(config.rows // sampled, 2**15 - 1)  # The product must fit in int32.
+            spread = stratum_begin(lane) + ((hashed * stratum) >> 16)
             row = jnp.where(again, collected, spread)
             inside = ~again | (lane < COLLECTED)
             row_epoch = ages.load_epoch(call, clock, row, inside)
@@ -355,14 +355,14 @@ def _refill(call: ln.Call, clock: ck.Clock) -> Queue:
         count = collect()
         # What was collected is loaded by the next attempt, or by the sort.
         call.barrier()
-        return count, bound
+        # Each attempt finds fewer, unless the table is corrupt: with a negative word _below may overflow.
+        more = (count > COLLECTED) & ((carry[0] < 0) | (count < carry[0]))
+        return count, more, bound
 
-    count, bound = lax.while_loop(
-        lambda carry: (carry[0] < 0) | (carry[0] > COLLECTED),
-        attempt,
-        (zero - 1, (last_used, last_row)),
+    count, _, bound = lax.while_loop(
+        lambda carry: carry[1], attempt, (zero - 1, zero == 0, (last_used, last_row))
     )
-    return _sort(call, zero, count, epoch, bound)
+    return _sort(call, zero, jnp.minimum(count, COLLECTED), epoch, bound)
 
 
 def _quantile(used, counts, load_places, end, share):
@@ -437,8 +437,12 @@ def _sort(call: ln.Call, zero, count, epoch, bound) -> Queue:
     least = jnp.min(used)
     row_bits = max(1, (config.rows - 1).bit_length())
     span = 1 << (31 - row_bits)
-    fits = inside & (used - least < span)
-    lower = bound[0] - least >= span
+
+    def within(word):  # Negative is the difference only where it overflows, in a corrupt table.
+        return (word - least >= 0) & (word - least < span)
+
+    fits = inside & within(used)
+    lower = (bound[0] >= least) & ~within(bound[0])
     bound = (jnp.where(lower, least + span, bound[0]), jnp.where(lower, zero, bound[1]))
     key = jnp.where(fits, ((used - least) << row_bits) | row, INT32_MAX)
     ln.store(scratch, COLLECTED + place, key, place >= 0)
@@ -460,7 +464,8 @@ def _sort(call: ln.Call, zero, count, epoch, bound) -> Queue:
         rank = lax.fori_loop(jnp.int32(0), rounds, compare, jnp.zeros(SORT_LANES, jnp.int32))
         row = key & ((1 << row_bits) - 1)
         ln.store(state.queue, s.QUEUE_ROWS + rank, row, rank < jnp.minimum(fitting, s.QUEUE_SIZE))
-        return left_out + jnp.sum(jnp.where(rank == s.QUEUE_SIZE, key, 0), dtype=jnp.int32)
+        # Not summed: the largest key of all is that of what does not fit, too.
+        return jnp.maximum(left_out, jnp.max(jnp.where(rank == s.QUEUE_SIZE, key, 0)))
 
     pieces = (count + (SORT_LANES - 1)) // SORT_LANES
     left_out = lax.fori_loop(jnp.int32(0), pieces, sort_some, zero)
