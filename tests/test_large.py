@@ -12,6 +12,7 @@ from pallas_pool.kernels import victims
 from tests.support import (
     EDGE,
     IMPLEMENTATIONS,
+    MOST,
     aged,
     assert_same,
     assert_same_steps,
@@ -124,11 +125,11 @@ def in_sample(config):
     return found
 
 
-LEAST, MOST = -(2**31), 2**31 - 1
+LEAST = -EDGE
 CORRUPT = {
     "all the least": lambda row: np.full(len(row), LEAST),
     "the least and a clock": lambda row: np.where(row % 2 == 0, LEAST, 10**6 - row % 999),
-    "too far apart": lambda row: np.where(row % 2 == 0, -(2**30), MOST),
+    "too far apart": lambda row: np.where(row > len(row) // 2, LEAST // 2, MOST),
     "any": lambda row: np.random.default_rng(3).integers(LEAST, MOST, len(row)),
 }
 
