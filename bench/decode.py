@@ -46,6 +46,7 @@ from bench.manifest import ROOT, manifest
 PARTS = ("micro", "decode")
 CONTROLS = ("promote_limit", "promote_interval", "promote_min_misses", "protect_recent")
 RECORDS = "timing.jsonl"
+PLACE = "traces"  # The flag that is left out of manifests: the records name the trace, not where it lies.
 DENSE = (
     "projections of the size of attention's, router and head; no KV cache, rotary embedding, shared "
     "experts or sampling"
@@ -493,9 +494,8 @@ def _compare(
 def run_job(part: str, shape: Shape, wanted: Options, folder: Path, argv: Sequence[str]) -> None:
     """One part of one shape, in a folder of its own."""
     folder.mkdir(parents=True, exist_ok=True)
-    # Where the traces lie is left out; the records name the trace.
-    used = {name: value for name, value in wanted._asdict().items() if name != "traces"}
-    described = manifest(argv, used)
+    said = {name: value for name, value in wanted._asdict().items() if name != PLACE}
+    described = manifest(argv, said)
     described["environment"] = {
         name: value for name, value in os.environ.items() if name.startswith(("XLA_", "JAX_"))
     }
@@ -533,8 +533,7 @@ def main(argv: Sequence[str]) -> None:
     now = datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M%S")
     folder = Path(flags.FLAGS.out) if flags.FLAGS.out else ROOT / "bench" / "out" / now
     given = [flags.FLAGS[name] for name in Options._fields]
-    named = [flag for flag in given if flag.present and flag.name != "traces"]
-    argv = ["bench/decode.py", *(flag.serialize() for flag in named)]
+    argv = ["bench/decode.py", *(flag.serialize() for flag in given if flag.present and flag.name != PLACE)]
     jobs = [(part, shape) for shape in wanted.shapes for part in wanted.parts]
     if _has_gpu() and len(jobs) > 1:
         own = ("parts", "shapes", "limit_s")

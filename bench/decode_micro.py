@@ -17,18 +17,11 @@ import numpy as np
 import pallas_pool as pp
 from bench import decode_models, decode_profile, decode_routing
 from bench.decode_models import Shape
+from pallas_pool.copy_rows import Copies
 
 ROWS = (0, 1, 8)  # To copy, a layer.
 LEAST_CALLS = 4  # In a batch, so that most calls are dispatched while another runs.
 DEVICE_COPY_BYTES = 2**32
-
-
-class Copies(NamedTuple):
-    """What `copy_rows` reads of a plan."""
-
-    copy_src: jax.Array
-    copy_dst: jax.Array
-    copy_count: jax.Array
 
 
 class Case(NamedTuple):

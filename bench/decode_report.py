@@ -108,11 +108,6 @@ def read(folder: Path) -> list[Run]:
     return runs
 
 
-def markdown(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    rule = ["---:"] * len(header)
-    return "\n".join("| " + " | ".join(line) + " |" for line in (header, rule, *lines))
-
-
 def _percent(share: float | None) -> str:
     return "-" if share is None else f"{share:.1%}"
 
@@ -183,10 +178,10 @@ def micro_text(run: Run) -> tuple[str, list[Bar]]:
         f"Plain copies, bytes read and written on the device, read on the bus: {known}.",
         "Row copies, a layer of a chain of all layers: microseconds, median (quartiles), by the clock and "
         "the kernel's own by CUPTI; GB/s; by the clock, as a share of a plain pinned copy.",
-        markdown(["lanes", "rows", "us", "kernel us", "GB/s", "kernel GB/s", "of plain"], copies),
+        table.markdown(["lanes", "rows", "us", "kernel us", "GB/s", "kernel GB/s", "of plain"], copies),
         "The FFN: bytes of distinct rows over time. The clock's has a small addition in it; the share of "
         "the device copy is that of the kernels.",
-        markdown(["batch", "rows", "us", "kernel us", "GB/s", "kernel GB/s", "of device copy"], ffns),
+        table.markdown(["batch", "rows", "us", "kernel us", "GB/s", "kernel GB/s", "of device copy"], ffns),
     ]
     return "\n\n".join(parts), bars
 
@@ -325,7 +320,7 @@ def _speed_table(run: Run) -> str:
             ]
         )
     header = ["batch", "budget %", "variant", "tokens/s", "samples", "ms a step", "hits", "GB a step"]
-    return markdown([*header, "of resident"], lines)
+    return table.markdown([*header, "of resident"], lines)
 
 
 def _split_table(run: Run) -> tuple[str, list[Bar]]:
@@ -351,7 +346,7 @@ def _split_table(run: Run) -> tuple[str, list[Bar]]:
         bus_text = f"{bus:.1f}" if bus else "-"
         lines.append([str(batch), f"{budget:g}", variant, *cells, wall, f"{share:.2%}", bus_text, of_plain])
     header = ["batch", "budget %", "variant", *PART_COLORS, "step"]
-    return markdown([*header, "planner share", "bus GB/s", "of plain"], lines), bars
+    return table.markdown([*header, "planner share", "bus GB/s", "of plain"], lines), bars
 
 
 def _ratio_table(run: Run) -> tuple[str, list[Bar]]:
@@ -368,7 +363,7 @@ def _ratio_table(run: Run) -> tuple[str, list[Bar]]:
             )
             bars.append(Bar(what, f"{quotient:.2f}", quotient >= RATIO_SHARE))
     header = ["batch", "budget %", "steps", "times faster", "times fewer bytes", "quotient"]
-    return markdown([*header, "quotient at a plain copy's rate"], lines), bars
+    return table.markdown([*header, "quotient at a plain copy's rate"], lines), bars
 
 
 def decode_text(run: Run) -> tuple[str, list[Bar]]:

@@ -199,8 +199,8 @@ def terminal_table(rows: Iterable[Row]) -> str:
     )
 
 
-def _markdown(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    rule = ["---:" if i == 0 else "---" for i in range(len(header))]
+def markdown(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    rule = ["---:"] * len(header)
     return "\n".join("| " + " | ".join(line) + " |" for line in (header, rule, *lines))
 
 
@@ -225,7 +225,7 @@ def run_section(rows: Sequence[Row], notes: Sequence[str], manifest: dict[str, A
             [str(width), f"`{case}`", *(cell(cells.get((width, case, name))) for name in columns)]
             for width, case in cases
         ]
-        return _markdown(["lanes", "pattern", *columns], lines)
+        return markdown(["lanes", "pattern", *columns], lines)
 
     kernels = list(dict.fromkeys(row.implementation for row in rows if row.kernel))
     parts = [
@@ -289,7 +289,7 @@ def sweep_section(records: Sequence[dict[str, Any]]) -> str:
     parts = [
         "Microseconds a layer step: graph replay, median of the batches; then the kernel's own "
         "durations by CUPTI, median / mean / slowest step.",
-        _markdown(["pool rows", "lanes", "promoted", *names], lines),
+        markdown(["pool rows", "lanes", "promoted", *names], lines),
         *(f"`{name}`: {text}" for name, text in computes.items()),
     ]
     return "\n\n".join(parts)

@@ -13,8 +13,8 @@ A refill reads the pool once, whatever its size, and has three parts:
 3. it sorts them by counting, for each, how many come before. Where a bound let through more rows than
    the queue holds, the oldest of them fill it, and the bound comes down to the first that is left out.
 
-A bound that lets through more rows than can be sorted is all but impossible. Those collected would be
-the next sample then, and the pool be marked again.
+Where ages mislead the sample so far that more lie below than can be sorted, those collected are the next
+sample, and the pool is marked again.
 """
 
 from __future__ import annotations
