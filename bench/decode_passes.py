@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 import pallas_pool as pp
 from bench import chain, decode_models, decode_profile, decode_routing
-from bench.decode_micro import width_of
+from bench.decode_micro import DEVICE_COPY_BYTES, width_of
 from bench.decode_models import Carry, Forced, Params, Shape
 
 # How the variants plan; the others have no planner.
@@ -30,6 +31,7 @@ VARIANTS = ("resident", *PLANNERS, "offload")
 # What the variants compute is the same but for rounding: in the order of sums, and where XLA picks
 # another algorithm for a matrix product.
 TOLERANCE = 0.02
+DEVICE_COPIES = 4  # In a row, for one to be dispatched while another runs.
 
 
 class Cell(NamedTuple):
@@ -224,7 +226,7 @@ def first_state(
 ) -> pp.PoolState:
     """The state that a pass starts with: by default each layer's first experts are resident. With staging
     only the gate is closed, and so they stay."""
-    state = pp.init_state(config) if state is None else jax.tree.map(jax.numpy.copy, state)
+    state = pp.init_state(config) if state is None else jax.tree.map(jnp.copy, state)
     return pp.set_controls(state, **controls, gate=cell.variant != "staging")
 
 
@@ -273,6 +275,17 @@ def plain_copies(model: Model, count: int) -> Iterator[dict[str, Any]]:
             leaf.delete()
         if i:  # The first allocates.
             yield {"kind": "plain", "bytes": model.shape.layer_bytes, "seconds": seconds}
+
+
+def device_copies(count: int, device_bytes: int = DEVICE_COPY_BYTES) -> Iterator[dict[str, Any]]:
+    """Times copies of an array of some bytes on the device; their bytes are those read and those written."""
+    array, copy = jnp.zeros(device_bytes // 4, jnp.int32), jax.jit(jnp.copy)
+    copy(array).block_until_ready()
+    for _ in range(count):
+        begun = time.perf_counter()
+        jax.block_until_ready([copy(array) for _ in range(DEVICE_COPIES)])
+        seconds = time.perf_counter() - begun
+        yield {"kind": "device_copy", "bytes": DEVICE_COPIES * 2 * array.nbytes, "seconds": seconds}
 
 
 def bursts_of(first: int, steps: int, warm_up: int, burst: int) -> list[tuple[int, int]]:

@@ -260,7 +260,9 @@ def _micro_records():
         key = {"case": "copy_rows", "batch_size": 1, "lanes": 8, "rows": rows}
         moved = 2 * rows * 1_000_000
         yield {"kind": "micro", **key, "seconds": 2e-6 * microseconds, "launches": 2, "bytes": moved}
-        yield {"kind": "micro_profile", **key, "bytes": moved, "microseconds": [microseconds - 4] * 2}
+        # Three calls of two layers; one of them was disturbed.
+        times = [microseconds - 4] * 2 + [100.0, 200.0] + [microseconds - 4] * 2
+        yield {"kind": "micro_profile", **key, "bytes": moved, "calls": 3, "microseconds": times}
     key = {"case": "expert_ffn", "batch_size": 1, "lanes": 2, "rows": 4, "routing": "all distinct"}
     yield {"kind": "micro", **key, "seconds": 8e-6, "launches": 2, "bytes": 4_000_000}
     yield {"kind": "micro_profile", **key, "bytes": 4_000_000, "microseconds": [1.0, 1.5] * 2}
@@ -280,6 +282,7 @@ def test_the_report_of_the_parts(tmp_path):
 def _decode_records():
     yield {"kind": "host", "distinct_layers": 1, "layers": 2, "bytes": 10_000_000}
     yield {"kind": "plain", "bytes": 10_000_000, "seconds": 0.0002}  # 50 GB/s.
+    yield {"kind": "device_copy", "bytes": 10_000_000, "seconds": 1e-5}  # 1000 GB/s.
     copied = {"pool": [4, 4, 1, 1], "staging": [4, 4, 4, 4]}
     seconds = {"resident": 1e-4, "pool": 1.5e-4, "staging": 2.4e-4}
     for variant, each in seconds.items():
@@ -313,8 +316,9 @@ def test_the_report_of_decoding(tmp_path):
     assert line == "| 2 | 25 | pool | 20 | 80 | 30 | 4 | 16 | 150 | 2.67% | 50.0 | 100.0% |"
     assert "- kept: planner, batch 2, budget 25%, at most 3% of a step: 2.67%" in text
     # Steady: 1.6 times faster with 4 times fewer bytes. At 50 GB/s (20 us a row) and 100 us besides,
-    # 180 us against 120 us could be had.
-    assert "| 2 | 25 | steady | 1.60 | 4.00 | 0.40 | 0.38 |" in text
+    # 180 us against 120 us could be had; if all else were reading 8 MB at 1000 GB/s, 88 against 28.
+    assert "| 2 | 25 | steady | 1.60 | 4.00 | 0.40 | 0.38 | 0.79 |" in text
+    assert "steady: at least 0.85 of the ratio of bytes: 0.40, of 0.79 that the bytes allow" in text
     assert "- left out: offload: device memory" in text
     assert "`python bench/decode.py` on a GPU, driver 1, Python 3, jax 0; commit abc; today." in text
 
