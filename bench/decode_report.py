@@ -133,10 +133,10 @@ def _micro_key(record: Record) -> tuple[Any, ...]:
 
 
 def kernel_microseconds(profile: Record) -> float:
-    """Of the kernels of a call, together: the median of the profiled calls."""
-    calls, times = profile.get("calls", 1), profile["microseconds"]
-    launches = len(times) // calls
-    return statistics.median(sum(times[i * launches : (i + 1) * launches]) for i in range(calls))
+    """Of the kernels of a call, together: of each the median of the profiled calls."""
+    times = profile["microseconds"]
+    launches = len(times) // profile.get("calls", 1)
+    return sum(statistics.median(times[i::launches]) for i in range(launches))
 
 
 def micro_text(run: Run) -> tuple[str, list[Bar]]:
@@ -184,8 +184,8 @@ def micro_text(run: Run) -> tuple[str, list[Bar]]:
     parts = [
         f"Plain copies, bytes read and written on the device, read on the bus: {known}.",
         "Row copies, a layer of a chain of all layers: microseconds, median (quartiles), by the clock, and "
-        "of the kernel by CUPTI, the median of the profiled calls; GB/s; by the clock, as a share of a plain "
-        "pinned copy.",
+        "of the kernel by CUPTI, of each launch the median of the profiled calls; GB/s; by the clock, as a "
+        "share of a plain pinned copy.",
         table.markdown(["lanes", "rows", "us", "kernel us", "GB/s", "kernel GB/s", "of plain"], copies),
         "The FFN: bytes of distinct rows over time. The clock's has a small addition in it; the share of "
         "the device copy is that of the kernels.",

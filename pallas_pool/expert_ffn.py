@@ -372,7 +372,9 @@ def default_tiling(
         up, down = Tile(64, 64, 1, 4, stages=4), Tile(32, 128, 1, 4, stages=4)
         if tokens == 1:
             down_members = 1
-            up, down = Tile(128, 64, 1, 4, stages=4), Tile(32, 64, 4, 8, stages=2, fence=True)
+            # The more loads a turn the better, but not a turn that is not full.
+            unroll = 4 if hidden % (6 * 32) else 6
+            up, down = Tile(128, 64, 1, 4, stages=4), Tile(32, 64, unroll, 8, stages=2, fence=True)
     else:
         members = down_members = 1 if tokens == 1 else 4
         up, down = Tile(32, 64, 2, 8, stages=2, fence=True), Tile(32, 64, 2, 8, stages=2, fence=True)

@@ -261,7 +261,7 @@ def _micro_records():
         moved = 2 * rows * 1_000_000
         yield {"kind": "micro", **key, "seconds": 2e-6 * microseconds, "launches": 2, "bytes": moved}
         # Three calls of two layers; one of them was disturbed.
-        times = [microseconds - 4] * 2 + [100.0, 200.0] + [microseconds - 4] * 2
+        times = [microseconds - 4] * 2 + [1000.0, 2000.0] + [microseconds - 4] * 2
         yield {"kind": "micro_profile", **key, "bytes": moved, "calls": 3, "microseconds": times}
     key = {"case": "expert_ffn", "batch_size": 1, "lanes": 2, "rows": 4, "routing": "all distinct"}
     yield {"kind": "micro", **key, "seconds": 8e-6, "launches": 2, "bytes": 4_000_000}
