@@ -16,6 +16,7 @@ import concurrent.futures
 import contextlib
 import datetime
 import functools
+import itertools
 import json
 import logging
 import os
@@ -117,7 +118,7 @@ def define_flags(into: flags.FlagValues = flags.FLAGS) -> None:
         "warm_up", 1 / 3, "share of the steps that come before the steady state", 0, 1
     )
     define_int("burst", 6, "steps in one timed sample", 1)
-    define_list("rounds", ["2", "1"], "passes of each variant, for each of the batches or for all")
+    define_list("rounds", ["2", "1"], "passes of each variant, batch by batch; the last for all that follow")
     define_int("check_steps", 2, "steps whose outputs are compared before timing", 1)
     define_int("offload_steps", 2, "timed steps of a pass with XLA's own offload", 1)
     define_int("profile_steps", 6, "steps whose kernels CUPTI times; 0: none", 0)
@@ -135,9 +136,9 @@ def define_flags(into: flags.FlagValues = flags.FLAGS) -> None:
     define_float(
         "host_gb", 0, "GB of host memory for experts; 0: a quarter of what is available", 0
     )
-    define_int("micro_batches", 8, "micro: timed batches of each case", 1)
-    # The first call of a batch is not dispatched while another runs: 0.7 ms that the batch has to dwarf.
-    define_float("micro_batch_ms", 200.0, "micro: about how long a batch is to take", 0)
+    define_int("micro_batches", 5, "micro: timed batches of each case", 1)
+    # The first call of a batch is not dispatched while another runs: up to 2 ms that the batch has to dwarf.
+    define_float("micro_batch_ms", 1000.0, "micro: about how long a batch is to take", 0)
     define_int("threads", 14, "programs that are compiled at once", 1)
     define_float("limit_s", 0, "begin nothing new after so many seconds; 0: no limit", 0)
     flags.DEFINE_string("out", None, "folder for the results; bench/out/<time> by default", flag_values=into)
@@ -161,9 +162,10 @@ def options(given: flags.FlagValues = flags.FLAGS) -> Options:
     for batch in values["batches"]:
         if batch < 1:
             raise app.UsageError(f"--batches: at least 1, got {batch}")
-    if len(values["rounds"]) not in (1, len(values["batches"])) or min(values["rounds"]) < 1:
+    too_many = given["rounds"].present and len(values["rounds"]) > len(values["batches"])
+    if too_many or min(values["rounds"], default=0) < 1:
         raise app.UsageError(
-            f"--rounds: a number of at least 1, or one for each of the batches, got {values['rounds']}"
+            f"--rounds: numbers of at least 1, no more than there are batches, got {values['rounds']}"
         )
     return Options(**values)
 
@@ -185,8 +187,8 @@ def controls_of(wanted: Options) -> dict[str, int]:
 
 def rounds_of(wanted: Options) -> dict[int, int]:
     """Passes of each variant, by batch."""
-    rounds = wanted.rounds * (len(wanted.batches) if len(wanted.rounds) == 1 else 1)
-    return dict(zip(wanted.batches, rounds, strict=True))
+    rounds = itertools.chain(wanted.rounds, itertools.repeat(wanted.rounds[-1]))
+    return dict(zip(wanted.batches, rounds, strict=False))
 
 
 def bar(items: Iterable[Any], name: str, total: int | None = None) -> Iterable[Any]:

@@ -105,7 +105,8 @@ def read(folder: Path) -> list[Run]:
         if records and records[0]["kind"] == "setup":
             text = (path.parent / "manifest.json").read_text()
             runs.append(Run(path.parent.name, json.loads(text), records))
-    return runs
+    # Those with recorded routing first.
+    return sorted(runs, key=lambda run: "recorded" not in run.setup["routing"])
 
 
 def _percent(share: float | None) -> str:
@@ -472,12 +473,9 @@ def text(folder: Path) -> str:
 
 
 def plot_speed(runs: Sequence[Run]) -> Any:
-    """Tokens a second against the budget, a panel for each shape and batch."""
-    from matplotlib.figure import Figure
-
-    panels = [(run, batch) for run in runs for batch in sorted({key[1] for key in speeds(run)})]
-    figure = Figure(figsize=(4.6 * len(panels), 4.2), layout="constrained")
-    for axes, (run, batch) in zip(_axes(figure, len(panels)), panels, strict=True):
+    """Tokens a second against the budget, a row for each shape, a panel for each batch."""
+    figure, panels = _panels({run.name: (run, speeds(run)) for run in runs}, 4.6)
+    for axes, run, batch in panels:
         known = {key: speed for key, speed in speeds(run).items() if key[1] == batch}
         for variant, color in COLORS.items():
             own = sorted((key[2], speed) for key, speed in known.items() if key[0] == variant)
@@ -503,13 +501,9 @@ def plot_speed(runs: Sequence[Run]) -> Any:
 
 
 def plot_split(runs: Sequence[Run]) -> Any:
-    """Where a step's time goes: stacked, a panel for each shape and batch."""
-    from matplotlib.figure import Figure
-
-    runs = [run for run in runs if run.of("profile")]
-    panels = [(run, batch) for run in runs for batch in sorted({key[1] for key in splits(run)})]
-    figure = Figure(figsize=(5.4 * len(panels), 4.2), layout="constrained")
-    for axes, (run, batch) in zip(_axes(figure, len(panels)), panels, strict=True):
+    """Where a step's time goes: stacked, a row for each shape, a panel for each batch."""
+    figure, panels = _panels({run.name: (run, splits(run)) for run in runs}, 5.4)
+    for axes, run, batch in panels:
         known = {key: split for key, split in splits(run).items() if key[1] == batch}
         keys = sorted(known, key=_order)
         bottom = [0.0] * len(keys)
@@ -531,7 +525,7 @@ def plot_ratio(runs: Sequence[Run]) -> Any:
 
     figure = Figure(figsize=(5.0 * len(runs), 4.6), layout="constrained")
     styles = [(False, "o", "steady"), (True, "s", "all steps")]
-    for axes, run in zip(_axes(figure, len(runs)), runs, strict=True):
+    for axes, run in zip(figure.subplots(1, len(runs), squeeze=False).flat, runs, strict=True):
         largest = 1.0
         colors = {1: COLORS["pool"]}
         for whole, marker, name in styles:
@@ -565,8 +559,22 @@ def plot_ratio(runs: Sequence[Run]) -> Any:
     return figure
 
 
-def _axes(figure: Any, count: int) -> list[Any]:
-    return list(figure.subplots(1, count, squeeze=False).flat)
+def _panels(
+    found: dict[str, tuple[Run, dict[Key, Any]]], width: float
+) -> tuple[Any, list[tuple[Any, Run, int]]]:
+    """A figure, and its panels with the run and the batch of each."""
+    from matplotlib.figure import Figure
+
+    wanted = [(run, sorted({key[1] for key in known})) for run, known in found.values()]
+    columns = max(len(batches) for _, batches in wanted)
+    figure = Figure(figsize=(width * columns, 3.9 * len(wanted)), layout="constrained")
+    grid = figure.subplots(len(wanted), columns, squeeze=False)
+    panels = []
+    for row, (run, batches) in zip(grid, wanted, strict=True):
+        panels += [(axes, run, batch) for axes, batch in zip(row, batches, strict=False)]
+        for axes in row[len(batches) :]:
+            axes.set_visible(False)
+    return figure, panels
 
 
 PLOTS = {"speed": plot_speed, "split": plot_split, "ratio": plot_ratio}

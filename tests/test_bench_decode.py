@@ -340,7 +340,7 @@ def test_host_memory_is_asked_for(monkeypatch):
         ("--variants=pool,none", "none is none of resident, pool"),
         ("--budgets=0", "a percentage in"),
         ("--batches=0", "at least 1"),
-        ("--rounds=1,2,3", "one for each of the batches"),
+        ("--rounds=1,2,3", "no more than there are batches"),
         ("--controls=gate=1", "NAME=NUMBER with a name of promote_limit"),
         ("--shapes=unknown", "unknown is none of"),
     ],
@@ -351,6 +351,22 @@ def test_flags_are_checked(flag, message):
     values(["decode.py", flag])
     with pytest.raises(app.UsageError, match=message):
         decode.controls_of(decode.options(values))
+
+
+@pytest.mark.parametrize(
+    ("given", "rounds"),
+    [
+        ([], {1: 2, 4: 1}),
+        (["--batches=8"], {8: 2}),
+        (["--batches=1,2,3"], {1: 2, 2: 1, 3: 1}),
+        (["--rounds=3"], {1: 3, 4: 3}),
+    ],
+)
+def test_rounds_of_each_batch(given, rounds):
+    values = flags.FlagValues()
+    decode.define_flags(values)
+    values(["decode.py", *given])
+    assert decode.rounds_of(decode.options(values)) == rounds
 
 
 def test_rest_of_a_step_reads_all_dense_weights():
