@@ -23,10 +23,9 @@ from pallas_pool.copy_rows import (
     as_words,
     check_host_memory,
     from_words,
-    in_host_memory,
-    sharding_platform,
     tuned,
 )
+from pallas_pool.devices import in_host_memory, sharding_platform
 from pallas_pool.experts import Shapes, by_layer, check_experts, shapes_of
 from pallas_pool.state import PoolState, check_geometry, init_state
 
@@ -155,17 +154,19 @@ def _load_by_kernel(config: PoolConfig, shapes: Shapes, experts: Any, keys: jax.
 
 def _load_by_gather(config: PoolConfig, shapes: Shapes, experts: Any, keys: jax.Array) -> Any:
     """The same in XLA, where host and device memory are one. It moves words: of small floats, XLA for a
-    CPU may widen and narrow each on the way, and a NaN comes out with other bits."""
+    CPU may widen and narrow each on the way, and a NaN comes out with other bits. Even of words it makes
+    floats too early if one is chosen between two, so that staging rows are some row times 0."""
     if any(map(in_host_memory, jax.tree.leaves(experts))):
         experts = jax.device_put(experts, jax.memory.Space.Device)
     layers = experts if by_layer(experts) else [experts]
     lead = 1 if by_layer(experts) else 2
+    every_key = jnp.pad(keys, (0, config.staging_rows))
+    is_pool_row = jnp.arange(config.bank_rows) < config.rows
 
     def rows(row, *leaves):
         words = jnp.concatenate([_flat(as_words(x, lead)) for x in leaves])
-        bank = jnp.zeros((config.bank_rows, *words.shape[1:]), words.dtype)
         like = jax.ShapeDtypeStruct((config.bank_rows, *row.shape), row.dtype)
-        return from_words(bank.at[: config.rows].set(words[keys]), like)
+        return from_words(words[every_key] * is_pool_row.astype(words.dtype)[:, None], like)
 
     leaves = map(rows, shapes.rows, *map(jax.tree.leaves, layers))
     return jax.tree.unflatten(shapes.tree, leaves)

@@ -13,6 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_pool.config import as_device_integers, check_int, layer_of, saturate_int32
+from pallas_pool.devices import in_host_memory, platform_of
 from pallas_pool.experts import Shapes, bit_width, by_layer, shapes_of
 from pallas_pool.kernels import copy as kernel
 from pallas_pool.state import vary_alike
@@ -125,29 +126,6 @@ def check_host_memory(experts: Any) -> None:
             f"experts{jax.tree_util.keystr(path)} must be in pinned host memory, but is {where}: pass "
             "pallas_pool.pin(experts), or what it returned, and pass it to a jitted function as an argument"
         )
-
-
-def in_host_memory(leaf: Any) -> bool:
-    """Whether JAX knows an array, traced or not, to be in host memory. On a CPU, `pin` leaves arrays
-    where everything else is, and this is False."""
-    return isinstance(leaf, jax.Array) and jax.typeof(leaf).memory_space == jax.memory.Space.Host
-
-
-def platform_of(leaf: Any) -> str:
-    """The platform that an array is on, or, as far as one can tell, that a traced one will be on."""
-    if isinstance(leaf, jax.core.Tracer):
-        device = jax.typeof(leaf).sharding.mesh.abstract_device
-        if device is not None:
-            return device.platform
-    elif isinstance(leaf, jax.Array):
-        return sharding_platform(leaf.sharding)
-    default = getattr(jax.config, "jax_default_device", None)
-    return jax.default_backend() if default is None else getattr(default, "platform", default)
-
-
-def sharding_platform(sharding: jax.sharding.Sharding) -> str:
-    device: Any = next(iter(sharding.device_set))
-    return device.platform
 
 
 def _choose_layer(experts: Any, layer: Any, shapes: Shapes) -> tuple[Any, jax.Array]:

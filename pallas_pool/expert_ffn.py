@@ -13,6 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_pool.config import INT32_MAX, MAX_WIDTH, as_device_integers, saturate_int32
+from pallas_pool.devices import compute_capability, has_large_shared_memory
 from pallas_pool.kernels import ffn
 from pallas_pool.kernels.ffn import Tile, Tiling
 from pallas_pool.state import vary_alike
@@ -26,6 +27,7 @@ X_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 STORED_DTYPES = (*X_DTYPES, jnp.int8, jnp.float8_e4m3fn, jnp.float8_e5m2)
 SCALE_DTYPES = (jnp.float32, jnp.bfloat16)
 ROUTER_DTYPES = (*X_DTYPES, jnp.float64)
+E4M3_CAPABILITY = (8, 9)  # From which on a GPU knows float8_e4m3fn.
 # More terms than these are no longer worth writing out, to be fused into what uses the sum.
 WRITTEN_OUT = 32
 
@@ -227,6 +229,19 @@ def check_bank(bank: Any, width: int) -> tuple[dict[str, jax.Array], dict[str, j
     return leaves, scales
 
 
+def check_gpu(x: jax.Array, leaves: Mapping[str, jax.Array]) -> None:
+    """Raises where the GPU, if it is known, has no instructions for the weights: its compiler would end
+    the process."""
+    capability = compute_capability(x)
+    for name, leaf in leaves.items():
+        if leaf.dtype == jnp.float8_e4m3fn and capability is not None and capability < E4M3_CAPABILITY:
+            have, need = (".".join(map(str, each)) for each in (capability, E4M3_CAPABILITY))
+            raise TypeError(
+                f'bank["{name}"] is of float8_e4m3fn, for which a GPU must have compute capability {need} or '
+                f"more; this one has {have}: store float8_e5m2, int8 or bfloat16"
+            )
+
+
 class Options(NamedTuple):
     """The static arguments besides `interpret`."""
 
@@ -271,10 +286,13 @@ def _call(options, interpret, x, leaves, scales, routes, weights):
     tokens, width = x.shape
     rows, hidden_width, _ = leaves["down"].shape
     up_dtype = leaves["gate_up" if "gate_up" in leaves else "gate"].dtype
+    if not interpret:
+        check_gpu(x, leaves)
     tiling = options.tiling or default_tiling(
         *(tokens, options.top_k, width, hidden_width),
         *(up_dtype, leaves["down"].dtype),
         interpret=interpret,
+        large_memory=has_large_shared_memory(x),
     )
     static = functools.partial(
         *(ffn.Static, tokens, options.top_k, rows), activation=options.activation, interpret=interpret
@@ -352,6 +370,7 @@ def default_tiling(
     down_dtype: Any,
     *,
     interpret: bool = False,
+    large_memory: bool = False,
 ) -> Tiling:
     """The tiling for a shape.
 
@@ -360,6 +379,7 @@ def default_tiling(
       width, hidden: d and f.
       up_dtype, down_dtype: of the stored weights.
       interpret: few programs and few turns, as the interpreter's cost is that of their number.
+      large_memory: whether a block can have 160 KB of shared memory; else it takes less than 99.
     """
     # What bfloat16 does not hold is multiplied in float32, where there is no matrix unit to gain from.
     narrow = all(ffn.part_count(dtype) == 1 for dtype in (up_dtype, down_dtype))
@@ -374,7 +394,8 @@ def default_tiling(
             down_members = 1
             # The more loads a turn the better, but not a turn that is not full.
             unroll = 4 if hidden % (6 * 32) else 6
-            up, down = Tile(128, 64, 1, 4, stages=4), Tile(32, 64, unroll, 8, stages=2, fence=True)
+            up = Tile(128, 64, 1, 4, stages=4) if large_memory else Tile(64, 64, 1, 4, stages=5)
+            down = Tile(32, 64, unroll, 8, stages=2, fence=True)
     else:
         members = down_members = 1 if tokens == 1 else 4
         up, down = Tile(32, 64, 2, 8, stages=2, fence=True), Tile(32, 64, 2, 8, stages=2, fence=True)

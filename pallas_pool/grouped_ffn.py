@@ -18,6 +18,7 @@ from pallas_pool.expert_ffn import (
     X_DTYPES,
     check_array,
     check_bank,
+    check_gpu,
     check_options,
     check_routes,
     flat_leaf,
@@ -196,6 +197,8 @@ class Experts(NamedTuple):
 
 def _call(activation, top_k, lanes, interpret, x, leaves, scales, order, tiles, out):
     x, leaves, scales, order, tiles, out = vary_alike((x, leaves, scales, order, tiles, out))
+    if not interpret:
+        check_gpu(x, leaves)
     n, (tokens, width) = order.size, x.shape
     rows, hidden_width, _ = leaves["down"].shape
     up_tile, down_tile = (_tile(*size, interpret) for size in ((width, hidden_width), (hidden_width, width)))

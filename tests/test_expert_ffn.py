@@ -1,7 +1,9 @@
 """`expert_ffn` against the formula in NumPy; interpreted on a CPU, and lowered for CUDA."""
 
 import functools
+import importlib.util
 import re
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +14,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import pallas_pool as pp
-from bench.artifacts import CUSTOM_CALL, triton_kernels
+from bench.artifacts import CUSTOM_CALL, triton_kernels, write
 from pallas_pool import expert_ffn as exported
 from pallas_pool.expert_ffn import default_tiling, tiled_ffn
 from pallas_pool.kernels.ffn import Tile, Tiling
@@ -374,6 +376,52 @@ def test_bad_options_are_refused(options, error, message):
 
 def test_the_name_is_the_function():
     assert exported is pp.expert_ffn and callable(exported)
+
+
+SMALL, LARGE = 99 * 1024, 163 * 1024  # Shared memory of a block, of compute capability 8.6 and of 8.0.
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="needs the package triton")
+@pytest.mark.parametrize("large, limit, sm", [(False, SMALL, 120), (True, LARGE, 90)])
+@pytest.mark.parametrize("x_dtype", [bf16, f32])
+def test_one_token_fits_in_the_shared_memory(large, limit, sm, x_dtype, tmp_path, monkeypatch):
+    """Of any GPU, unless it is known to have more."""
+    module = sys.modules["pallas_pool.expert_ffn"]
+    assert not module.has_large_shared_memory(jnp.zeros(1)) or jax.default_backend() == "gpu"
+    monkeypatch.setattr(module, "has_large_shared_memory", lambda x: large)
+    jax.clear_caches()  # Of what was traced for another.
+    shapes = {"gate": (2048, 768), "up": (2048, 768), "down": (768, 2048)}
+    bank = {name: jax.ShapeDtypeStruct((8, *shape), bf16) for name, shape in shapes.items()}
+    x, routes = jax.ShapeDtypeStruct((1, 2048), x_dtype), jax.ShapeDtypeStruct((1, 8), jnp.int32)
+    function = functools.partial(pp.expert_ffn, interpret=False)
+    kernels = triton_kernels(function, x, bank, routes, jax.ShapeDtypeStruct((1, 8), f32))
+    assert len(kernels) == 2
+    for kernel in kernels:
+        used = write(kernel, sm, tmp_path, kernel.name)["shared_bytes"]
+        assert used <= limit
+        if kernel.name == "expert_ffn_up":  # The limit of the small is what sets them apart.
+            assert (used > SMALL) == large
+
+
+@pytest.mark.parametrize("function", [pp.expert_ffn, pp.grouped_ffn])
+def test_weights_that_the_gpu_does_not_know(function, monkeypatch):
+    """Where it is not refused the compiler ends the process."""
+    shapes = {"gate": (32, 16), "up": (32, 16), "down": (16, 32)}
+    bank = {name: jax.ShapeDtypeStruct((4, *shape), e4m3) for name, shape in shapes.items()}
+    x, weights = jax.ShapeDtypeStruct((3, 32), bf16), jax.ShapeDtypeStruct((3, 2), f32)
+    arguments = x, bank, jax.ShapeDtypeStruct((3, 2), jnp.int32), weights
+
+    def lower():
+        jax.clear_caches()
+        lower_for_cuda(functools.partial(function, interpret=False), *arguments)
+
+    module = sys.modules["pallas_pool.expert_ffn"]
+    monkeypatch.setattr(module, "compute_capability", lambda x: (8, 0))
+    with pytest.raises(TypeError, match=r'bank\["\w+"\] is of float8_e4m3fn.* 8.9 or more; this one has 8.0'):
+        lower()
+    for known in ((8, 9), (12, 0), None):
+        monkeypatch.setattr(module, "compute_capability", lambda x, known=known: known)
+        lower()
 
 
 @pytest.mark.gpu
