@@ -392,7 +392,7 @@ def _ratio_table(run: Run) -> tuple[str, list[Bar]]:
                 figure += f", of {ratio.bound / ratio.bytes:.2f} that the bytes allow"
             bars.append(Bar(what, figure, quotient >= RATIO_SHARE))
     header = ["batch", "budget %", "steps", "times faster", "times fewer bytes", "quotient"]
-    return table.markdown([*header, "at a plain copy's rate", "at most, by bytes"], lines), bars
+    return table.markdown([*header, "at a plain copy's rate", "by bytes alone"], lines), bars
 
 
 def decode_text(run: Run) -> tuple[str, list[Bar]]:
@@ -443,9 +443,9 @@ def decode_text(run: Run) -> tuple[str, list[Bar]]:
             split,
         ]
     parts += [
-        "Pool against staging only. The last two columns are what the quotient could be at most: if the "
-        "copies went at a plain copy's rate beside the rest of a step as it is; and if that rest were gone "
-        "but for reading its weights at the rate of a device copy.",
+        "Pool against staging only. The last two columns are what the quotient would be: if the copies went "
+        "at a plain copy's rate, beside the step of the resident variant; and if that were nothing but "
+        "reading its weights at the rate of a device copy.",
         ratio,
     ]
     return "\n\n".join(parts), [*split_bars, *ratio_bars]

@@ -52,10 +52,10 @@ def expert_ffn(
     Args:
       x: [T, d] tokens; float32, bfloat16 or float16.
       bank: a mapping with "gate" [rows, d, f] and "up" [rows, d, f], or "gate_up" [rows, d, 2 * f] with
-        gate first, and "down" [rows, f, d]; float32, bfloat16, float16, int8, float8_e4m3fn or
-        float8_e5m2, each its own. Each may have a scale, as "gate_scale": [rows] or [rows, 1], one an
-        expert, or [rows, columns], one an output channel; float32 or bfloat16. A weight is
-        stored * scale.
+        gate first, and "down" [rows, f, d]; float32, bfloat16, float16, int8, float8_e4m3fn (on GPUs of
+        compute capability 8.9 and more) or float8_e5m2, each its own. Each may have a scale, as
+        "gate_scale": [rows] or [rows, 1], one an expert, or [rows, columns], one an output channel; float32
+        or bfloat16. A weight is stored * scale.
       routes: integers [n] with n >= T * k, or [T, k]: the bank row of lane t * k + j is that of token t's
         j-th expert, as in `Plan.routes`. -1 and whatever else is no row contributes nothing. Lanes past
         T * k are not looked at. T * k <= 1024.
@@ -392,7 +392,7 @@ def default_tiling(
         up, down = Tile(64, 64, 1, 4, stages=4), Tile(32, 128, 1, 4, stages=4)
         if tokens == 1:
             down_members = 1
-            # The more loads a turn the better, but not a turn that is not full.
+            # Six loads a turn are faster than four unless the last turn is not full (docs/bank-tuning.md).
             unroll = 4 if hidden % (6 * 32) else 6
             up = Tile(128, 64, 1, 4, stages=4) if large_memory else Tile(64, 64, 1, 4, stages=5)
             down = Tile(32, 64, unroll, 8, stages=2, fence=True)
