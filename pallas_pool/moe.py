@@ -113,8 +113,7 @@ def moe(
 def _decode(config, pool, experts, layer, x, ids, weights, *, activation, kernel, interpret):
     plan, state = step(config, pool.state, layer, ids, weights, kernel=kernel, interpret=interpret)
     bank = copy_rows(pool.bank, experts, layer, plan, interpret=interpret)
-    routes = plan.routes[: ids.size]
-    y = expert_ffn(x, bank, routes, weights, activation=activation, interpret=interpret)
+    y = expert_ffn(x, bank, plan.routes, weights, activation=activation, interpret=interpret)
     counters = count_step(pool.counters, check_layer(config, layer), plan, ids.size, interpret)
     return y, Pool(state, bank, counters)
 
