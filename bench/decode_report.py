@@ -297,13 +297,7 @@ def ratios(run: Run, whole: bool) -> dict[tuple[int, float], Ratio]:
             continue
         speed = staging.whole / pool.whole if whole else staging.steady / pool.steady
 
-        def most(rest: float | None, staging=staging, pool=pool, at=at) -> float | None:
-            """The speed ratio where all but the copies takes `rest` seconds."""
-            if rest is None or rate is None:
-                return None
-            slow, fast = (each.copied[at] * size / rate + rest for each in (staging, pool))
-            return slow / fast
-
+        slow, fast = (each.copied[at] * size / rate if rate else None for each in (staging, pool))
         resident = known.get(("resident", batch, 100.0))
         first = 0 if whole else rows[variant, batch, budget]["warm_up"]
         selected = statistics.fmean(rows[variant, batch, budget]["selected"][first:])
@@ -311,10 +305,17 @@ def ratios(run: Run, whole: bool) -> dict[tuple[int, float], Ratio]:
         found[batch, budget] = Ratio(
             speed,
             staging.copied[at] / pool.copied[at],
-            most(resident.steady if resident else None),
-            most(read / device_rate if device_rate else None),
+            _speed_ratio(slow, fast, resident.steady if resident else None),
+            _speed_ratio(slow, fast, read / device_rate if device_rate else None),
         )
     return found
+
+
+def _speed_ratio(staging: float | None, pool: float | None, rest: float | None) -> float | None:
+    """Of steps that copy for so many seconds, and take `rest` besides; None where one is unknown."""
+    if staging is None or pool is None or rest is None:
+        return None
+    return (staging + rest) / (pool + rest)
 
 
 def _order(key: Key) -> tuple[int, float, int]:
@@ -474,7 +475,7 @@ def text(folder: Path) -> str:
 
 def plot_speed(runs: Sequence[Run]) -> Any:
     """Tokens a second against the budget, a row for each shape, a panel for each batch."""
-    figure, panels = _panels({run.name: (run, speeds(run)) for run in runs}, 4.6)
+    figure, panels = _panels([(run, speeds(run)) for run in runs], 4.6)
     for axes, run, batch in panels:
         known = {key: speed for key, speed in speeds(run).items() if key[1] == batch}
         for variant, color in COLORS.items():
@@ -502,7 +503,7 @@ def plot_speed(runs: Sequence[Run]) -> Any:
 
 def plot_split(runs: Sequence[Run]) -> Any:
     """Where a step's time goes: stacked, a row for each shape, a panel for each batch."""
-    figure, panels = _panels({run.name: (run, splits(run)) for run in runs}, 5.4)
+    figure, panels = _panels([(run, splits(run)) for run in runs], 5.4)
     for axes, run, batch in panels:
         known = {key: split for key, split in splits(run).items() if key[1] == batch}
         keys = sorted(known, key=_order)
@@ -560,12 +561,12 @@ def plot_ratio(runs: Sequence[Run]) -> Any:
 
 
 def _panels(
-    found: dict[str, tuple[Run, dict[Key, Any]]], width: float
+    found: Sequence[tuple[Run, dict[Key, Any]]], width: float
 ) -> tuple[Any, list[tuple[Any, Run, int]]]:
     """A figure, and its panels with the run and the batch of each."""
     from matplotlib.figure import Figure
 
-    wanted = [(run, sorted({key[1] for key in known})) for run, known in found.values()]
+    wanted = [(run, sorted({key[1] for key in known})) for run, known in found]
     columns = max(len(batches) for _, batches in wanted)
     figure = Figure(figsize=(width * columns, 3.9 * len(wanted)), layout="constrained")
     grid = figure.subplots(len(wanted), columns, squeeze=False)

@@ -16,8 +16,7 @@ def in_host_memory(leaf: Any) -> bool:
 
 def platform_of(leaf: Any) -> str:
     """The platform that an array is on, or, as far as one can tell, that a traced one will be on."""
-    device = _device_of(leaf)
-    return device if isinstance(device, str) else device.platform
+    return _device_of(leaf).platform
 
 
 def sharding_platform(sharding: jax.sharding.Sharding) -> str:
@@ -32,7 +31,7 @@ def compute_capability(leaf: Any) -> tuple[int, int] | None:
     if isinstance(device, jax.sharding.AbstractDevice):
         here = _default_device()
         # One that bears the name of the device here stands for it.
-        device = here if getattr(here, "device_kind", None) == device.device_kind else None
+        device = here if here.device_kind == device.device_kind else None
     found = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(device, "compute_capability", "")))
     return (int(found[1]), int(found[2])) if found else None
 
@@ -46,7 +45,7 @@ def has_large_shared_memory(leaf: Any) -> bool:
 
 
 def _device_of(leaf: Any) -> Any:
-    """A device, an abstract one, or the name of a platform."""
+    """A device, or an abstract one."""
     if isinstance(leaf, jax.core.Tracer):
         for mesh in (jax.typeof(leaf).sharding.mesh, jax.sharding.get_abstract_mesh()):
             if mesh.abstract_device is not None:
@@ -57,6 +56,7 @@ def _device_of(leaf: Any) -> Any:
 
 
 def _default_device() -> Any:
-    """The device on which what has no other runs; it may be given as the name of a platform."""
+    """The device on which what has no other runs."""
     given = getattr(jax.config, "jax_default_device", None)
-    return jax.local_devices()[0] if given is None else given
+    # It may be the name of a platform.
+    return jax.local_devices(backend=given)[0] if given is None or isinstance(given, str) else given

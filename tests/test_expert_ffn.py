@@ -387,7 +387,6 @@ SMALL, LARGE = 99 * 1024, 163 * 1024  # Shared memory of a block, of compute cap
 def test_one_token_fits_in_the_shared_memory(large, limit, sm, x_dtype, tmp_path, monkeypatch):
     """Of any GPU, unless it is known to have more."""
     module = sys.modules["pallas_pool.expert_ffn"]
-    assert not module.has_large_shared_memory(jnp.zeros(1)) or jax.default_backend() == "gpu"
     monkeypatch.setattr(module, "has_large_shared_memory", lambda x: large)
     jax.clear_caches()  # Of what was traced for another.
     shapes = {"gate": (2048, 768), "up": (2048, 768), "down": (768, 2048)}
